@@ -22,9 +22,8 @@ from forerun.build.engine import make_engine
 from forerun.cli.bench import words
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, Offer
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Request, Seq, TreeBatch
+from forerun.core.types import Budget, Form, Offer, Request, Seq, TreeBatch
 from forerun.drafters.base import BaseDrafter, Drafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.api.dropin.wrapped import merge_settings, sampling_params, token_ids
+from forerun.api.dropin import merge_settings, sampling_params, token_ids
 from forerun.core.errors import InvalidInput
 
 REFUSED: list[dict[str, Any]] = [

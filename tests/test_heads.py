@@ -17,9 +17,8 @@ from forerun.build.engine import build_named, choose_drafter, make_engine, refus
 from forerun.build.fingerprint import Fingerprint, find_head
 from forerun.control.cost import METHOD, QUICK, CostModel
 from forerun.core.errors import InvalidInput
-from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams, SpeculativeConfig
-from forerun.core.types import Request, Scores
+from forerun.core.types import Offer, Request, Scores
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.eagle import Eagle3Drafter
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, write_head

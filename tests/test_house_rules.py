@@ -18,6 +18,7 @@ from tests.readme.pages import ROOT
 
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_FILES = 600, 60, 15
 MOST_LINES_OF_THE_LAB = 6_000
+MOST_FILES_OF_THE_PACKAGE = 330
 NO_NAMES = {"utils", "helpers", "common", "misc"}
 PACKAGE = ROOT / "src" / "forerun"
 LAB = ROOT / "lab"
@@ -53,6 +54,11 @@ def test_folders_have_few_files() -> None:
     found = {folder: count for folder, count in counts.items() if count > MOST_FILES}
     assert {folder: count for folder, count in found.items() if count > CROWDED.get(folder, 0)} == {}
     assert [folder for folder in CROWDED if folder not in found] == [], "few enough now: take it off the list"
+
+
+def test_the_package_has_few_files() -> None:
+    """A file is a concept: a new one that is half of another belongs into that."""
+    assert len(list(PACKAGE.rglob("*.py"))) <= MOST_FILES_OF_THE_PACKAGE
 
 
 def test_the_lab_stays_small() -> None:

@@ -66,7 +66,7 @@ def test_a_start_on_a_gpu_imports_no_compiler_of_torch() -> None:
     """torch alone takes three seconds of a start: what a text does not need would come on top."""
     program = """
 import sys
-import forerun.api.async_llm, forerun.models.cuda.target, forerun.drafters.device.eagle
+import forerun.api.llm, forerun.models.cuda.target, forerun.drafters.device.eagle
 print(*{"transformers", "torch._dynamo", "torch._inductor", "sympy", "gguf", "fastapi"} & set(sys.modules))
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

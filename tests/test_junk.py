@@ -17,7 +17,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from forerun.api.calls import Options  # noqa: E402
-from forerun.api.dropin.wrapped import KNOWN  # noqa: E402
+from forerun.api.dropin import KNOWN  # noqa: E402
 from forerun.api.llm import LLM  # noqa: E402
 from forerun.build.load import LoadOptions  # noqa: E402
 from forerun.core.errors import ForerunError  # noqa: E402

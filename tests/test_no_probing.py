@@ -9,12 +9,12 @@ SOURCE = Path(__file__).parents[1] / "src" / "forerun"
 # Objects that are not ours, by file: transformers' configs and models, torch modules, the operating system, and what
 # callers pass (prompts as arrays, streamers).
 NOT_OURS = {
-    "api/dropin/wrapped.py": 2,
+    "api/dropin.py": 2,
     "api/calls.py": 3,
     "build/memory_limit.py": 1,
     "cli/doctor.py": 1,
     "core/params.py": 1,
-    "models/hf/target.py": 9,
+    "models/hf.py": 9,
     "models/load/gguf.py": 1,
     "models/native/library.py": 1,
     "referee/suite.py": 1,

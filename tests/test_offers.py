@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forerun.control.prices import Levels, allocate, best_depth, shortest_that_pays
-from forerun.core.offer import FREE, Offer, at_depth, total
+from forerun.core.types import FREE, Offer, at_depth, total
 
 PRICE = (1.0, 1.1, 1.2, 1.3, 1.4)
 

@@ -15,10 +15,9 @@ from forerun.cli import app
 from forerun.cli.doctor import examine
 from forerun.core import registry
 from forerun.core.errors import InvalidInput, UnknownName
-from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.registry import DrafterRegistry, DrafterSpec
-from forerun.core.types import Budget, Needs, Request, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, Needs, Offer, Request, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import BaseDrafter, Drafter, LookupDrafter, Parts
 from forerun.drafters.compose import EitherDrafter, HybridDrafter
 from forerun.heads import open_head

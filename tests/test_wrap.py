@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 import forerun  # noqa: E402
 from forerun import wrap  # noqa: E402
-from forerun.api.dropin.wrapped import Wrapped  # noqa: E402
+from forerun.api.dropin import Wrapped  # noqa: E402
 from forerun.core.errors import InvalidInput, PromptTooLong, UnsupportedModel, VocabularyMismatch  # noqa: E402
 
 VOCAB, PAD, EOS = 48, 0, 2
@@ -288,7 +288,7 @@ def test_an_error_leaves_nothing_behind(model: Any, wrapped: Wrapped) -> None:
 @pytest.mark.slow
 def test_the_public_name_is_the_function() -> None:
     """A module of the same name would shadow it as soon as anybody imported that."""
-    code = "import forerun.api.dropin.wrapped, forerun.api.dropin, forerun; print(type(forerun.wrap).__name__)"
+    code = "import forerun.api.dropin, forerun; print(type(forerun.wrap).__name__)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "function"
     names = {module.name for module in pkgutil.iter_modules(forerun.__path__)}

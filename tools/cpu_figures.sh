@@ -59,8 +59,8 @@ compile() { # what setup.py does, by hand: all C files into one library
 }
 
 chosen='
-from forerun.models.native import library, head_library
-print("native:", library.why_not() or library.isa(), "of", library.paths(), "heads:", head_library.available())
+from forerun.models.native import library
+print("native:", library.why_not() or library.isa(), "of", library.paths())
 from forerun.cli.doctor import examine
 for finding in examine():
     print(finding.about + ":", finding.found, flush=True)

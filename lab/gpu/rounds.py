@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from forerun.core.noise import Noise
+from forerun.core.tree import committed_tokens
 from forerun.core.types import Budget, Needs, TreeBatch, Verdict
-from forerun.drafters.base import committed_tokens
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import HeadDraft
 from forerun.drafters.device.head import make_net

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from forerun.core.offer import Form
+from forerun.core.types import Form
 from forerun.drafters.device.features import PASSES
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, round_up
 

@@ -8,10 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forerun.api.async_llm import AsyncLLM
     from forerun.api.completion import AsyncStream, Completion, Stream
-    from forerun.api.dropin.wrapped import wrap
-    from forerun.api.llm import LLM
+    from forerun.api.dropin import wrap
+    from forerun.api.llm import LLM, AsyncLLM
     from forerun.core.errors import ForerunError
     from forerun.core.params import EngineConfig, LawProcessor, Prefix, SamplingParams, SpeculativeConfig
     from forerun.core.types import Budget, Event, Request, TokenLogprob
@@ -43,7 +42,7 @@ __all__ = [
 
 _RUN_MODELS = ("LLM", "AsyncLLM", "wrap")  # these import torch
 _HOMES = {
-    "AsyncLLM": "forerun.api.async_llm",
+    "AsyncLLM": "forerun.api.llm",
     "AsyncStream": "forerun.api.completion",
     "Stream": "forerun.api.completion",
     "LLM": "forerun.api.llm",
@@ -58,7 +57,7 @@ _HOMES = {
     "ForerunError": "forerun.core.errors",
     "LawProcessor": "forerun.core.params",
     "Prefix": "forerun.core.params",
-    "wrap": "forerun.api.dropin.wrapped",
+    "wrap": "forerun.api.dropin",
 }
 
 

@@ -29,6 +29,6 @@ def test_forgetting_to_move_the_path_is_caught(tmp_path: Path, monkeypatch: pyte
     def stay(self: Any, moves: list[tuple[int, int]]) -> None:
         pass
 
-    monkeypatch.setattr("forerun.models.paged.PagedKV.move", stay)
+    monkeypatch.setattr("forerun.models.pages.PagedKV.move", stay)
     with pytest.raises(AssertionError, match="differ from a plain pass"):
         check_target(lambda: make_decoder(config, weights), vocab_size=VOCAB)

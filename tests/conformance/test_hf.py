@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from forerun.core.errors import UnsupportedModel  # noqa: E402
 from forerun.core.types import Needs  # noqa: E402
-from forerun.models.hf.target import HFTarget  # noqa: E402
+from forerun.models.hf import HFTarget  # noqa: E402
 from forerun.testing import check_target  # noqa: E402
 
 VOCAB = 96

@@ -7,11 +7,10 @@ from collections import Counter
 
 import pytest
 
-from forerun.control.cost import CostModel
-from forerun.control.estimates import RoundOverhead
+from forerun.control.cost import CostModel, RoundOverhead
 from forerun.control.forms import FormChooser
 from forerun.control.prices import Allowance
-from forerun.core.offer import PLAIN, Form
+from forerun.core.types import PLAIN, Form
 
 SMALL, LARGE = Form(15, 6, 5), Form(59, 7, 10)
 # of a 1.5B on an H200, in ms

@@ -14,10 +14,9 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import NEVER as NEVER_DRAFTS
-from forerun.core.offer import Form, Offer, RoundPlan
 from forerun.core.params import SamplingParams
-from forerun.core.types import PlainSeq, Request, Round
+from forerun.core.types import NEVER as NEVER_DRAFTS
+from forerun.core.types import Form, Offer, PlainSeq, Request, Round, RoundPlan
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from lab.simulate.speeds import SimulatedMenu
 from tests.simulate import recorded

@@ -15,7 +15,7 @@ import torch
 from forerun.control import cost
 from forerun.control.base import FixedController
 from forerun.control.cost import CostModel
-from forerun.control.estimates import History
+from forerun.control.per_sequence import History
 from forerun.control.prices import Levels, allocate, best_depth, deepest, shortest_that_pays, widest
 from forerun.core.request import budget_of
 from forerun.models.base import Abilities

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from forerun.control import estimates
-from forerun.control.estimates import GAPS_KEPT, STALE_ROUNDS, RoundOverhead
+from forerun.control import cost
+from forerun.control.cost import GAPS_KEPT, STALE_ROUNDS, RoundOverhead
 from forerun.control.overlap import lookup_allowance
 from forerun.control.prices import Allowance
-from forerun.core.offer import PLAIN
+from forerun.core.types import PLAIN
 from tests.control.lookup_texts import RECORDED
 from tests.control.simulate.follow import FollowHistory, FollowSimulation
 from tests.control.simulate.history import Text
@@ -64,7 +64,7 @@ def test_one_slow_round_does_not_end_look_ups(monkeypatch: pytest.MonkeyPatch) -
     even, slow = first_texts(passages()), first_texts(passages(), SLOW)
     assert slow[0] >= 0.97 * even[0]
     assert even[0] > 2.0
-    monkeypatch.setattr(estimates, "median_low", max)
+    monkeypatch.setattr(cost, "median_low", max)
     assert first_texts(passages(), SLOW)[0] < 0.75 * even[0]
 
 

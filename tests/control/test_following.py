@@ -9,10 +9,9 @@ import pytest
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.per_sequence import shortest_trial
-from forerun.core.offer import Offer
-from forerun.core.types import Budget, Round, Seq
+from forerun.core.request import best_count
+from forerun.core.types import Budget, Offer, Round, Seq
 from forerun.drafters.base import NoDrafter
-from forerun.drafters.heads.growth import best_count
 from forerun.testing import FakeSeq
 from tests.control.simulate.predictable import Make, Simulation, TextKind
 from tests.control.test_control import FLAT, STEEP

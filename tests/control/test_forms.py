@@ -10,8 +10,7 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import PLAIN, Form, Offer, RoundPlan
-from forerun.core.types import Budget, Round
+from forerun.core.types import PLAIN, Budget, Form, Offer, Round, RoundPlan
 from forerun.testing import FakeSeq
 from lab.simulate.speeds import SimulatedMenu, accepted_of
 from tests.control.simulate.menu import MenuSimulation, Trace

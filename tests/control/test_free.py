@@ -10,8 +10,7 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer
-from forerun.core.types import Round
+from forerun.core.types import Offer, Round
 from forerun.testing import FakeSeq
 from lab.simulate.speeds import SimulatedMenu
 from tests.control.record_traces import DEPTH, FILE

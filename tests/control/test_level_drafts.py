@@ -10,9 +10,9 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, Offer
+from forerun.core.types import Form, Offer
+from forerun.drafters.device.model import ACCEPTED
 from forerun.drafters.device.plan import CHAINS, forms_for
-from forerun.drafters.device.sparse import ACCEPTED
 from lab.simulate.speeds import Speeds, accepted_of
 from tests.simulate import head as simulated_head
 from tests.simulate.head import SimulatedForms, SimulatedHead

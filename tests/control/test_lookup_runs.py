@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.control import estimates
+from forerun.control import prices
 from forerun.control.cost import CostModel
 from forerun.measure.bench.suites import TASKS
 from tests.control import record_texts
@@ -49,7 +49,7 @@ def test_texts_in_which_nothing_is_copied_lose_little(world: str) -> None:
 def test_without_the_price_of_the_host_drafts_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a slow host takes is what keeps weak matches from being drafted."""
     with_price = simulated("x86, slow Python", WRONG | BY_TASK)
-    monkeypatch.setattr(estimates.RoundSeconds, "more", property(lambda self: 0.0))
+    monkeypatch.setattr(prices.RoundSeconds, "more", property(lambda self: 0.0))
     without = simulated("x86, slow Python", WRONG | BY_TASK)
     drafted = [sum(group.drafted for group in one.groups.values()) for one in (with_price, without)]
     assert drafted[0] < 0.9 * drafted[1]
@@ -93,7 +93,7 @@ def test_passes_behind_a_pause_are_part_of_what_drafts_cost(texts: dict[str, lis
 @pytest.mark.slow
 def test_a_controller_that_does_not_see_pauses_would_be_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a pass for each call, and what rounds take is not learnt: weak matches seem to pay."""
-    seen, rounds = behind_pauses(WRONG | BY_TASK, pause=0.5), estimates.RoundSeconds
+    seen, rounds = behind_pauses(WRONG | BY_TASK, pause=0.5), prices.RoundSeconds
     monkeypatch.setattr(rounds, "more", property(lambda self: 0.0))
     monkeypatch.setattr(rounds, "note", lambda self, seconds, expected, nodes, cost: cost)
     monkeypatch.setattr(CostModel, "observe", lambda *given: None)

@@ -10,8 +10,7 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.overlap import Overlap, lookup_allowance
 from forerun.control.prices import Allowance
-from forerun.core.offer import RoundPlan
-from forerun.core.types import PlainSeq, Round
+from forerun.core.types import PlainSeq, Round, RoundPlan
 from forerun.drafters.base import LookupDrafter, NoDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.lookup.suffix import SuffixDrafter

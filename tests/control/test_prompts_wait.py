@@ -9,7 +9,7 @@ from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.forms import FormChooser, Promise
 from forerun.control.prices import Allowance
-from forerun.core.offer import PLAIN
+from forerun.core.types import PLAIN
 from lab.simulate.speeds import h200
 from tests.simulate.head import SimulatedForms
 from tests.simulate.load import Answered, SimulatedServer, asks

@@ -9,8 +9,7 @@ import pytest
 from forerun.control.cost import CostModel
 from forerun.control.per_sequence import SequencePlanner
 from forerun.control.prices import Allowance
-from forerun.core.offer import Offer
-from forerun.core.types import Budget, Seq
+from forerun.core.types import Budget, Offer, Seq
 from tests.control.simulate.predictable import Make, Simulation, TextKind
 
 COSTS = CostModel({1: 1.0, 2: 1.03, 4: 1.1, 8: 1.45, 16: 2.5})

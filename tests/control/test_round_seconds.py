@@ -6,9 +6,8 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.control.estimates import IN_A_ROW, PRESUMED_SECONDS, RoundSeconds
-from forerun.core.offer import FREE, Offer
-from forerun.core.types import Budget, Round, Seq
+from forerun.control.prices import IN_A_ROW, PRESUMED_SECONDS, RoundSeconds
+from forerun.core.types import FREE, Budget, Offer, Round, Seq
 from forerun.testing import FakeSeq
 
 CURVE = {1: 4e-3, 2: 4.2e-3, 4: 4.4e-3, 8: 5e-3, 16: 8e-3}

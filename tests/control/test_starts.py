@@ -7,8 +7,7 @@ import pytest
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.per_sequence import EarlierTexts
-from forerun.core.offer import Offer
-from forerun.core.types import Round
+from forerun.core.types import Offer, Round
 from forerun.testing import FakeSeq
 from tests.control.scenarios import SMALL_CPU
 from tests.control.simulate.predictable import Make, Simulation, TextKind

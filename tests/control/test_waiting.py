@@ -7,10 +7,9 @@ import random
 import pytest
 
 from forerun.control import adaptive
-from forerun.control.cost import CostModel
-from forerun.control.estimates import RoundOverhead
+from forerun.control.cost import CostModel, RoundOverhead
 from forerun.control.overlap import Overlap, level_rate
-from forerun.core.offer import Form
+from forerun.core.types import Form
 from lab.simulate.speeds import SimulatedMenu
 from tests.control.lookup_texts import COPYING, RECORDED, TEXTS, random_texts
 from tests.control.simulate.follow import FollowHistory, FollowSimulation, Host

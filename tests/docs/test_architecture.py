@@ -96,7 +96,7 @@ def test_the_files_of_a_request_are_listed_once_each() -> None:
 
 
 def test_a_traced_file_is_one_whose_function_is_called() -> None:
-    from forerun.core.seeds import derived_seed
+    from forerun.core.request import derived_seed
 
-    assert [path.name for path in files_of(lambda: derived_seed(1, 2))] == ["seeds.py"]
+    assert [path.name for path in files_of(lambda: derived_seed(1, 2))] == ["request.py"]
     assert files_of(lambda: None) == []

@@ -15,10 +15,9 @@ import forerun
 from forerun.drafters.base import device_of
 from forerun.drafters.compose import EitherDrafter, HybridDrafter
 from forerun.drafters.device.eagle import HeadDraft
-from forerun.drafters.device.model import ModelDraft
+from forerun.drafters.device.model import ModelDraft, SparseDraft
 from forerun.drafters.device.plan import DraftMenu
 from forerun.drafters.device.protocol import DeviceDrafter, DeviceMenu
-from forerun.drafters.device.sparse import SparseDraft
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.models.attention import SparseContext
 from forerun.testing import FakeSeq
@@ -32,7 +31,13 @@ MEMBERS = {"needs", "menu", "is_ready", "launch", "observe", "rest", "rehearse",
 MENU = {"forms", "seconds", "rows", "expected", "switches", "complete_to", "fitting", "holds", "knows", "drafting"}
 MENU |= {"take_price"}
 # what other folders may import: the protocol, what builds a drafter, and what heads share that the host cuts trees for
-DOORS = {("protocol", "*"), ("eagle", "on_device"), ("model", "on_device"), ("sparse", "on_device"), ("growth", "*")}
+DOORS = {
+    ("protocol", "*"),
+    ("eagle", "on_device"),
+    ("model", "on_device"),
+    ("model", "sparse_on_device"),
+    ("growth", "*"),
+}
 
 
 def public(cls: type, methods_only: bool = False) -> set[str]:

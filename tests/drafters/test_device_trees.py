@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.control.cost import WIDE
-from forerun.core.offer import Form
+from forerun.core.types import Form
 from forerun.drafters.device.growth import Frontier, HeadOutput, Pool, complete, cut_trees, grow_level
 from forerun.drafters.device.plan import (
     BUCKETS,
@@ -29,7 +29,7 @@ from forerun.drafters.device.plan import (
 )
 from forerun.models.cuda.device_trees import LastRound
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, ROW_SIZES, round_up, splits_to
-from forerun.models.paged import Ints
+from forerun.models.pages import Ints
 
 VOCAB, WIDTH, DEPTH = 11, 3, 3
 IDS = torch.arange(VOCAB) * 2 + 5  # the target's ids of a draft vocabulary

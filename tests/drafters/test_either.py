@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from forerun.core.offer import Offer
-from forerun.core.types import CUT, Budget, Needs, Scores, Seq, TreeBatch, TreeForm, Verdict
+from forerun.core.types import CUT, Budget, Needs, Offer, Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.compose import EitherDrafter
 from forerun.testing import FakeSeq, LawDrafter, ScriptedDrafter, TableLM, check_drafter
 from tests.drafters.rounds import as_lists

@@ -10,9 +10,8 @@ import torch
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Request, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, Offer, Request, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.plan import DraftMenu
 from forerun.drafters.lookup.ngram import NgramDrafter

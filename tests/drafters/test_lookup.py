@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from forerun.core.errors import InvalidInput
-from forerun.core.offer import FREE, Offer
 from forerun.core.params import SpeculativeConfig
-from forerun.core.types import Budget, Needs, Seq, TreeBatch
+from forerun.core.types import FREE, Budget, Needs, Offer, Seq, TreeBatch
 from forerun.drafters.base import (
     AT_HAND,
     NEGLIGIBLE,

@@ -13,9 +13,8 @@ from torch import Tensor
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import NEVER, Offer
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Needs, Prompts, Request, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import NEVER, Needs, Offer, Prompts, Request, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.lookup.lookahead import LookaheadDrafter, Pool
 from forerun.drafters.lookup.recycling import LONGEST, SHORTEST, RecyclingDrafter, Rest, Table
 from forerun.engine.engine import Engine

@@ -17,9 +17,8 @@ from transformers import DynamicCache
 
 from forerun.build.engine import make_engine
 from forerun.core.errors import InvalidInput
-from forerun.core.offer import NEVER
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Needs, Request, TreeBatch, Verdict
+from forerun.core.types import NEVER, Needs, Request, TreeBatch, Verdict
 from forerun.drafters.model.draft_model import UNMEASURED
 from forerun.drafters.model.layer_skip import SparseKvDrafter
 from forerun.engine.engine import Engine

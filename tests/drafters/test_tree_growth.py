@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.params import SamplingParams
+from forerun.core.request import best_count
 from forerun.core.types import Budget
 from forerun.drafters.heads import growth as tree_growth
 from forerun.drafters.heads.base import Calibration
@@ -19,7 +20,6 @@ from forerun.drafters.heads.growth import (
     LogitRanks,
     Steps,
     Tree,
-    best_count,
     best_shape,
     grow_ranked,
     lay_out,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.drafters.heads.growth import TreeBuilder, best_count, worth_deepening
+from forerun.core.request import best_count
+from forerun.drafters.heads.growth import TreeBuilder, worth_deepening
 
 BRANCHES = st.lists(
     st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), min_size=1, max_size=6), min_size=1, max_size=6

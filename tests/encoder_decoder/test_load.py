@@ -123,7 +123,7 @@ def test_a_server_completes_and_refuses_chats(llm: LLM) -> None:
     pytest.importorskip("fastapi")
     from fastapi.testclient import TestClient
 
-    from forerun.api.async_llm import AsyncLLM
+    from forerun.api.llm import AsyncLLM
     from forerun.server.app import create_app
     from forerun.server.backends.thread import LocalBackend
     from forerun.server.settings import ServerSettings

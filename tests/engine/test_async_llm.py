@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from forerun import AsyncLLM
-from forerun.api.async_llm import _Coroutines
 from forerun.api.calls import make_request
-from forerun.api.llm import Completion
+from forerun.api.llm import Completion, _Coroutines
 from forerun.core.errors import ForerunError
 from forerun.core.params import SamplingParams
 from tests.engine.test_driver import PARAMS, make

@@ -17,10 +17,10 @@ from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
 from forerun.models import decoder as decoder_module
+from forerun.models import hf as hf_module
 from forerun.models.base import ON_CPU, ON_GPU, Target
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda import target as cuda_module
-from forerun.models.hf import target as hf_module
 from forerun.testing import TableLM
 from tests.engine.test_faults import engine_on, tiny_llama
 from tests.exactness.harness import engine_for

@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.engine.detokenize import Detokenizer
+from forerun.engine.sequence import Detokenizer
 from forerun.models.load.tokenizer import Tokenizer
 
 

@@ -25,8 +25,7 @@ from forerun.core.types import Event, Request
 from forerun.engine.engine import Engine
 from forerun.models.base import Target
 from forerun.models.config import DecoderConfig
-from forerun.models.paged import PagedKV
-from forerun.models.pages import PagePool
+from forerun.models.pages import PagedKV, PagePool
 from forerun.testing import TableLM
 from forerun.testing.faults import Fault, Kind
 from tests.exactness.harness import Letters, engine_for
@@ -130,7 +129,7 @@ def native_scene(folder: Path) -> Scene:
 
 
 def hf_scene(folder: Path) -> Scene:
-    from forerun.models.hf.target import HFTarget
+    from forerun.models.hf import HFTarget
 
     target = HFTarget(tiny_llama(2))  # two layers: a pass can fail between them
     return Scene(engine_on(target), lambda: target.used_slots + len(target._cache.rows), ("forerun.models",))
@@ -280,7 +279,7 @@ def test_the_walk_notices_a_store_that_is_not_made_sound_again(tmp_path: Path, m
     """The negative control: pages are taken first and booked afterwards, so that a fault between loses them."""
     monkeypatch.setattr(PagePool, "_check", lambda _: None)
     scene = torch_scene(tmp_path)
-    scene.packages = ("forerun.models.pages", "forerun.models.paged")
+    scene.packages = ("forerun.models.pages", "forerun.models.pages")
     first = 0 if os.environ.get("FORERUN_EVERY_FAULT") else 80  # places of the code, or points in order
     lost = ((scene.play(*given), scene.held())[1] for given in islice(faults(scene), first, None))
     assert any(lost)

@@ -120,7 +120,7 @@ def test_nemotron_with_latent_experts_is_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers would read all of them, and then fail the test of trees."""
-    monkeypatch.setattr("forerun.models.hf.target.HFTarget.load", None)
+    monkeypatch.setattr("forerun.models.hf.HFTarget.load", None)
     folder = Path(make_tiny_folder(tmp_path, "nemotron_h"))
     config = json.loads((folder / "config.json").read_text())
     key = next(name for name in ("layers_block_type", "layer_types") if name in config)

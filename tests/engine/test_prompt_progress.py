@@ -11,8 +11,8 @@ from forerun.build.engine import make_engine
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.models import decoder as decoder_module
-from forerun.models.hf import target as hf_module
-from forerun.models.hf.target import HFTarget
+from forerun.models import hf as hf_module
+from forerun.models.hf import HFTarget
 from tests.models.tiny_checkpoints import make_decoder, make_reference, save
 
 PROMPT, ROWS = tuple(range(1, 21)), 8  # 19 tokens are cached before the first round: 8, 8 and 3

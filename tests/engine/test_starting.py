@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.core.offer import RoundPlan
 from forerun.core.params import SamplingParams
-from forerun.core.types import Request, TreeBatch, TreeForm
+from forerun.core.types import Request, RoundPlan, TreeBatch, TreeForm
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState
 from lab.host import make

@@ -13,10 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forerun.core.params import SamplingParams
-from forerun.core.types import Request
-from forerun.engine.detokenize import Detokenizer
-from forerun.engine.sequence import SequenceState, Tokens
-from forerun.verify.base import Traits
+from forerun.core.types import Request, Traits
+from forerun.engine.sequence import Detokenizer, SequenceState, Tokens
 from tests.exactness.harness import Letters, engine_for, run
 
 

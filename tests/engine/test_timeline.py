@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.core.offer import Form, RoundPlan
 from forerun.core.params import SamplingParams
-from forerun.core.types import Budget, Greedy, Request, Scores, TreeBatch, TreeForm, Verdict
+from forerun.core.types import Budget, Form, Greedy, Request, RoundPlan, Scores, TreeBatch, TreeForm, Verdict
 from forerun.drafters.device.protocol import Unread
 from forerun.engine.engine import Engine
 from forerun.engine.round import Change, LaunchedRound, Timeline, rows_of, seats_behind, with_starters

@@ -17,8 +17,7 @@ from forerun.models.cuda.device_trees import GrownBuffers
 from forerun.models.cuda.plain_rounds import PlainResults
 from forerun.models.cuda.plan import rows_of
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.paged import PagedKV
-from forerun.models.pages import PagePool
+from forerun.models.pages import PagedKV, PagePool
 from tests.fuzz import world
 from tests.gpu.test_captured import Recorded
 

@@ -13,7 +13,7 @@ import torch
 
 from forerun.core.types import Event, Request
 from forerun.drafters.compose import HybridDrafter
-from forerun.drafters.device.sparse import SparseDraft
+from forerun.drafters.device.model import SparseDraft
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState

@@ -17,18 +17,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, RoundPlan
 from forerun.core.params import EngineConfig, SpeculativeConfig
-from forerun.core.types import Budget, Round, Seq
+from forerun.core.types import Budget, Form, Round, RoundPlan, Seq
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import HeadDraft
 from forerun.drafters.device.growth import _same_of_levels
 from forerun.drafters.device.head import make_net
-from forerun.drafters.device.model import ModelDraft, over_model
+from forerun.drafters.device.model import ModelDraft, SparseDraft, SparseOnDevice, over_model
 from forerun.drafters.device.plan import DraftJob, DraftMenu, bucket_of
-from forerun.drafters.device.sparse import SparseDraft, SparseOnDevice
 from forerun.drafters.heads.block import DFlashDrafter, DSparkDrafter
 from forerun.drafters.heads.block_head import BlockHead
 from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, MtpDrafter, MtpHead

@@ -14,10 +14,9 @@ import torch
 
 from forerun.build.engine import make_engine
 from forerun.control.base import FixedController
-from forerun.core.offer import Form
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.request import ALWAYS
-from forerun.core.types import Budget, Request, TreeForm
+from forerun.core.types import Budget, Form, Request, TreeForm
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import HeadDraft

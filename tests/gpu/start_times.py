@@ -135,7 +135,7 @@ def begin(started: float) -> tuple[Parts, Counter[str]]:
     parts = Parts(started)
     parts.add("until Python runs", time() - started)
     parts.imports("torch", "torch")
-    parts.imports("forerun", "forerun.api.async_llm")
+    parts.imports("forerun", "forerun.api.llm")
     torch = import_module("torch")
     if torch.cuda.is_available():
         parts.imports("triton", "triton.compiler.compiler", "triton.runtime.jit")

@@ -309,7 +309,7 @@ def test_units_hold_every_row_once() -> None:
 @pytest.mark.parametrize(("product", "tile"), [("qkv", 128), ("o", 128), ("gate", 128), ("down", 128), ("gate", 16)])
 def test_kernels_add_what_torch_adds(product: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = where_kernels_run()
-    from forerun.models.cuda.steps import adapters as steps
+    from forerun.models.cuda.steps import fused as steps
 
     monkeypatch.setattr(steps, "OUTPUTS", tile)
     monkeypatch.setattr(steps, "ENOUGH", 1024 if tile == 128 else 1)  # 1: programs take as many tiles as they may

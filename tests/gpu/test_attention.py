@@ -19,7 +19,7 @@ from forerun.models.cuda.graphs import PROMPT_ROWS, menu, prompt_rows_for
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import DEEPEST, MAX_ROWS, Need, Plan, Size, Span, plan_pass, split_of, split_start
 from forerun.models.cuda.steps.tiles import Sharing, programs_for, tiled_sharing
-from forerun.models.paged import slots_of
+from forerun.models.pages import slots_of
 from forerun.testing import random_tree
 from tests.gpu.tiny import where_kernels_run
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from forerun.core.offer import Form
-from forerun.core.types import Request
+from forerun.core.types import Form, Request
 from forerun.engine.engine import Engine
 from forerun.models.cuda import graphs
 from forerun.models.cuda.target import CudaDecoder

@@ -29,9 +29,8 @@ from forerun.models.cuda.compile import on_disk
 from forerun.models.cuda.compile import together as compiling
 from forerun.models.cuda.compile.together import begin_compiling, compile_together
 from forerun.models.cuda.compile.worker import Job
-from forerun.models.cuda.network import Run, one_of_each_kind
+from forerun.models.cuda.network import Run, one_of_each_kind, store_of
 from forerun.models.cuda.plan import Size
-from forerun.models.cuda.special import store_of
 from forerun.models.cuda.steps.tiles import shared_out
 from tests.gpu.test_plain_rounds import PROMPTS, _write
 from tests.gpu.tiny import make_target, need_cuda

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.core.offer import Form
 from forerun.core.params import SamplingParams
-from forerun.core.types import CUT, Budget, Needs, Round, Seq, TreeBatch, TreeForm, Verdict
+from forerun.core.types import CUT, Budget, Form, Needs, Round, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.device import eagle as draft_runner
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import HeadDraft

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from forerun.build.engine import make_engine
-from forerun.core.offer import Form
 from forerun.core.params import SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Request, TreeBatch, TreeForm, Verdict
+from forerun.core.types import Budget, Form, Request, TreeBatch, TreeForm, Verdict
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import HeadDraft, on_device
 from forerun.drafters.device.head import why_not

@@ -12,9 +12,8 @@ import torch
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Request, Round, Seq, TreeBatch, TreeForm, Verdict
+from forerun.core.types import Budget, Form, Request, Round, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import HeadDraft

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.core.offer import Form
-from forerun.core.types import CUT, Budget, TreeForm, Verdict
+from forerun.core.request import best_count
+from forerun.core.types import CUT, Budget, Form, TreeForm, Verdict
 from forerun.drafters.device import eagle as draft_runner
 from forerun.drafters.device import features as feature_rows
 from forerun.drafters.device.drafter import OnDevice
@@ -33,7 +33,6 @@ from forerun.drafters.device.growth import (
 )
 from forerun.drafters.device.head import append_decided, make_net, pick_fused, pick_plainly
 from forerun.drafters.device.plan import BUCKETS, Lane, plan_draft
-from forerun.drafters.heads.growth import best_count
 from forerun.models.cuda.after_pass import AfterPass
 from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.network import Run

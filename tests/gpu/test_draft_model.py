@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from forerun.build.engine import make_engine
-from forerun.core.offer import Form
 from forerun.core.params import SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Request, TreeBatch, Verdict
+from forerun.core.types import Budget, Form, Request, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice

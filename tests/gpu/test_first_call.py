@@ -17,13 +17,12 @@ from typing import Any
 
 import pytest
 
-from forerun.api import async_llm, llm
+from forerun.api import llm
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Request, Round, Seq, TreeForm
+from forerun.core.types import Budget, Offer, Request, Round, Seq, TreeForm
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice, built
@@ -596,14 +595,13 @@ def test_a_library_has_its_drafts_when_it_is_loaded_and_a_server_is_ready_before
     def load(name: str, options: object) -> tuple[Engine, Any]:
         return _served(monkeypatch)[0], Any
 
-    for module in (llm, async_llm):
-        monkeypatch.setattr(module, "load_engine", load)
+    monkeypatch.setattr(llm, "load_engine", load)
     assert llm.LLM("model").engine.captures.missing == 0
 
     async def serve() -> None:
         monkeypatch.setattr(Driver, "wait", lambda driver, waiter: None)  # its thread does nothing yet
         with caplog.at_level("INFO"):
-            served = async_llm.AsyncLLM("model")
+            served = llm.AsyncLLM("model")
         assert served.llm.engine.captures.missing == ALONE
         await served.close()
 

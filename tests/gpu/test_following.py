@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from forerun.build.engine import make_engine
-from forerun.core.offer import Form
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Request, Round, Seq, TokenLogprob, TreeBatch
+from forerun.core.types import Budget, Form, Request, Round, Seq, TokenLogprob, TreeBatch
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device import drafter as device_drafter
 from forerun.drafters.device.eagle import HeadDraft

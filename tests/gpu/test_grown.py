@@ -12,8 +12,7 @@ from forerun.core.tree import trace
 from forerun.core.types import CUT, Needs, Prompts, TreeBatch, TreeForm
 from forerun.models.cuda.device_trees import GrownBuffers, Place, plan_grown
 from forerun.models.cuda.plan import MAX_ROWS
-from forerun.models.paged import slots_of
-from forerun.models.pages import PAGE
+from forerun.models.pages import PAGE, slots_of
 from forerun.testing import FakeSeq, path_to
 from forerun.verify.exact import ExactVerifier
 from forerun.verify.greedy import walk_by_torch

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.core.offer import Form, Offer
 from forerun.core.params import SamplingParams
-from forerun.core.types import Request, Seq
+from forerun.core.types import Form, Offer, Request, Seq
 from forerun.drafters.base import NoDrafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice

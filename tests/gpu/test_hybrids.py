@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import InvalidInput
-from forerun.core.offer import Form
 from forerun.core.tree import topology_of
-from forerun.core.types import Needs, TreeBatch, TreeForm, Verdict
+from forerun.core.types import Form, Needs, TreeBatch, TreeForm, Verdict
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda import states as states_module
 from forerun.models.cuda.hybrid import EACH, CudaHybrid

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from forerun.core.offer import Form
 from forerun.core.params import SamplingParams
-from forerun.core.types import Request
+from forerun.core.types import Form, Request
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.features import FeatureRows
 from forerun.drafters.device.plan import ROOM

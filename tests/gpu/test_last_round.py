@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from forerun.core.types import TreeForm
-from forerun.models.cuda.device_trees import LastRound, Outcome
+from forerun.models.cuda.device_trees import LastRound, Outcome, Placing, TreesPass
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.plain_rounds import Placing, TreesPass, complete_roots
+from forerun.models.cuda.plain_rounds import complete_roots
 from forerun.models.cuda.plan import MAX_ROWS, plan_pass
 from forerun.models.pages import PAGE
 

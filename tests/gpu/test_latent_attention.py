@@ -13,7 +13,7 @@ from forerun.core.tree import chain_of, topology_of
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, Span, nodes_per_group, plan_pass, split_start
-from forerun.models.paged import slots_of
+from forerun.models.pages import slots_of
 from tests.gpu.test_attention import PAGE, _ints, must_agree
 from tests.gpu.tiny import where_kernels_run
 

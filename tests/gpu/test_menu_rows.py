@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from forerun.core.offer import Form
+from forerun.core.types import Form
 from forerun.drafters.device import plan as menu
 from forerun.models.cuda import plan
 from forerun.models.cuda.graphs import Replays

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from forerun.build.engine import make_engine
-from forerun.core.offer import Form
 from forerun.core.params import EngineConfig, SpeculativeConfig
-from forerun.core.types import Request, Round
+from forerun.core.types import Form, Request, Round
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice

@@ -22,8 +22,9 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Run, check_supported
 from forerun.models.cuda.plan import Size
 from forerun.models.cuda.pool import make_steps
+from forerun.models.cuda.steps.plain import times
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.cuda.weights import Fours, WeightKind, pack, pack_fours, times
+from forerun.models.cuda.weights import Fours, WeightKind, pack, pack_fours
 from forerun.models.layers import clamped_gate, route
 from forerun.models.moe import MoeConfig
 from forerun.testing import FakeSeq, check_target, path_to, random_tree

@@ -16,9 +16,10 @@ from forerun.core.types import Needs, TreeBatch
 from forerun.drafters.device.head import HeadNet, make_net
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import Span, plan_pass
+from forerun.models.cuda.steps.plain import times
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.cuda.weights import LARGEST_ROW, Packed, WeightKind, pack, times, whole
-from forerun.models.hf.target import HFTarget
+from forerun.models.cuda.weights import LARGEST_ROW, Packed, WeightKind, pack, whole
+from forerun.models.hf import HFTarget
 from forerun.testing import FakeSeq, check_target, random_tree
 from tests.gpu.heads import make_head
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda, where_kernels_run

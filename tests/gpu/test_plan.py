@@ -18,8 +18,7 @@ from forerun.models.cuda.plan import (
     split_of,
     split_start,
 )
-from forerun.models.paged import slots_of
-from forerun.models.pages import PAGE
+from forerun.models.pages import PAGE, slots_of
 from forerun.testing import path_to, random_tree
 
 

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from forerun.control.base import WaitingPrompts
-from forerun.core.offer import Form
 from forerun.core.params import SamplingParams
 from forerun.core.tree import TreeBatch, TreeForm
-from forerun.core.types import Request
+from forerun.core.types import Form, Request
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.models.base import ON_GPU

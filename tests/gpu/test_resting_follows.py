@@ -11,9 +11,8 @@ from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.per_sequence import SequencePlanner
-from forerun.core.offer import Offer
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Request, Round, Seq, TreeBatch
+from forerun.core.types import Budget, Offer, Request, Round, Seq, TreeBatch
 from forerun.drafters.base import BaseDrafter
 from forerun.engine.scheduler import PrefillRows
 from forerun.models.base import ON_CPU

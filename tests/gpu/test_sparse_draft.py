@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from forerun.build.engine import make_engine
-from forerun.core.offer import NEVER, Form
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Needs, Request, TreeBatch
+from forerun.core.types import NEVER, Budget, Form, Needs, Request, TreeBatch
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice
+from forerun.drafters.device.model import SparseDraft, SparseOnDevice
 from forerun.drafters.device.model_graphs import ChainGraphs, Lane
 from forerun.drafters.device.protocol import Unread
-from forerun.drafters.device.sparse import SparseDraft, SparseOnDevice
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.model.layer_skip import SparseKvDrafter
 from forerun.engine.engine import Engine

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.core.offer import Form
 from forerun.core.params import SamplingParams
-from forerun.core.types import Needs, Prompts, Request, Round, Scores, TreeBatch, TreeForm
+from forerun.core.types import Form, Needs, Prompts, Request, Round, Scores, TreeBatch, TreeForm
 from forerun.drafters.device.features import FeatureRows
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from forerun.core.offer import Form, RoundPlan
 from forerun.core.params import SamplingParams
-from forerun.core.types import Budget, Request, Round, Seq
+from forerun.core.types import Budget, Form, Request, Round, RoundPlan, Seq
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import HeadDraft
 from forerun.drafters.device.plan import DraftJob

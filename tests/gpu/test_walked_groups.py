@@ -15,7 +15,7 @@ from torch import Tensor
 from forerun.core.tree import Topology, chain_of, topology_of
 from forerun.models.cuda.plan import Plan, Size, Span, plan_pass, split_of
 from forerun.models.cuda.steps.tiles import Sharing, shared_out, sharing_for
-from forerun.models.paged import slots_of
+from forerun.models.pages import slots_of
 from forerun.testing import random_tree
 from tests.gpu.test_attention import HEADS, KV_HEADS, PAGE, WALKED, attend, found_by_hand, random_numbers
 from tests.gpu.tiny import where_kernels_run

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from forerun.control.lookups import LookupGate
-from forerun.core.offer import FREE, Offer
 from forerun.core.params import SamplingParams
-from forerun.core.types import Request, Seq
+from forerun.core.types import FREE, Offer, Request, Seq
 from forerun.engine.engine import Engine
 from lab.host import HEAD, NGRAM_HEAD, Text, made_texts, make, measure_rounds
 

@@ -11,8 +11,7 @@ import tokenizers
 from forerun.core.errors import InvalidInput
 from forerun.models.load.chat import render_chat
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.server.parsers.thinking import parser_of
-from forerun.server.parsers.tools import found_in
+from forerun.server.parsers import found_in, parser_of
 from forerun.server.schemas import ChatRequest
 
 # What gpt-oss's own template asks of messages: contents that can be looked into, thinking under that name, never beside

@@ -13,8 +13,8 @@ transformers = pytest.importorskip("transformers")
 
 from forerun.core.errors import ModelNotFound, UnsupportedModel  # noqa: E402
 from forerun.core.types import Needs, TreeBatch, Verdict  # noqa: E402
-from forerun.models.hf import target as hf  # noqa: E402
-from forerun.models.hf.target import HFTarget  # noqa: E402
+from forerun.models import hf as hf  # noqa: E402
+from forerun.models.hf import HFTarget  # noqa: E402
 from forerun.testing import FakeSeq, path_to  # noqa: E402
 
 VOCAB = 96

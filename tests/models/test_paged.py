@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core.errors import InvalidInput
-from forerun.models.paged import PagedKV, slots_of
-from forerun.models.pages import PAGE
+from forerun.models.pages import PAGE, PagedKV, slots_of
 
 
 def store(capacity: int | None = None) -> PagedKV:

@@ -21,8 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun import LLM, SamplingParams
 from forerun.cli import app
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
-from forerun.measure.inputs import input_sizes
-from forerun.measure.quality import WINDOW, cut
+from forerun.measure.quality import WINDOW, cut, input_sizes
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import open_checkpoint

@@ -11,7 +11,7 @@ from forerun.core.errors import InvalidInput, VocabularyMismatch
 from forerun.core.types import Needs, TreeBatch
 from forerun.models.base import SharedWeights, Target
 from forerun.models.decoder import Decoder
-from forerun.models.hf.target import HFTarget
+from forerun.models.hf import HFTarget
 from forerun.models.layers import rms_norm
 from forerun.models.native import library as native_library
 from forerun.models.native.target import NativeDecoder

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from forerun.build.engine import load_target  # noqa: E402
 from forerun.core.errors import DamagedFile, ForerunError  # noqa: E402
 from forerun.core.params import EngineConfig  # noqa: E402
-from forerun.models.hf.target import HFTarget  # noqa: E402
+from forerun.models.hf import HFTarget  # noqa: E402
 from forerun.models.load.checkpoint import open_checkpoint  # noqa: E402
 from tests.encoder_decoder.tiny_models import make_model  # noqa: E402
 from tests.models.tiny_checkpoints import FAMILIES, in_tiers, make_reference, save  # noqa: E402

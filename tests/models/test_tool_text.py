@@ -9,7 +9,7 @@ import pytest
 
 from forerun.core.errors import InvalidInput
 from forerun.models.load.chat import render_chat
-from forerun.server.parsers.tools import ToolParser, found_in
+from forerun.server.parsers import ToolParser, found_in
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
     "type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "integer"}}}}}  # fmt: skip

@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn")
 import uvicorn
 
 from forerun import LLM
-from forerun.api.async_llm import AsyncLLM
+from forerun.api.llm import AsyncLLM
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.server.app import create_app
 from forerun.server.backends.base import Backend

@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from forerun.api.async_llm import AsyncLLM
 from forerun.api.completion import Completion
-from forerun.api.llm import LLM
+from forerun.api.llm import LLM, AsyncLLM
 from forerun.core.errors import UnknownName
 from forerun.core.request import Event, Request
 from forerun.engine.round import CaptureTurns

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.api.async_llm import AsyncLLM
+from forerun.api.llm import AsyncLLM
 from forerun.core.types import Request
 from forerun.server.backends.thread import LocalBackend
 from tests.readme.pages import ROOT

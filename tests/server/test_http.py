@@ -10,7 +10,7 @@ import pytest
 
 from forerun.server.errors import ApiError
 from forerun.server.limits import Gate
-from forerun.server.parsers.tools import ToolParser, found_in
+from forerun.server.parsers import ToolParser, found_in
 from tests.server.conftest import Running
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}

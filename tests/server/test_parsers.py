@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from forerun.core.thinking import HARMONY, Start, marks_of
-from forerun.server.parsers.thinking import HarmonyParser, ThinkingParser
-from forerun.server.parsers.tools import Parser, PlainParser, ToolParser, found_in, joined
+from forerun.server.parsers import HarmonyParser, Parser, PlainParser, ThinkingParser, ToolParser, found_in, joined
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {"type": "object", "properties": {

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun import LLM
-from forerun.api.async_llm import AsyncLLM
 from forerun.api.completion import Completion
+from forerun.api.llm import AsyncLLM
 from forerun.core.errors import ForerunError, InvalidInput
 from forerun.heads import BOX, HeadVersions
 from forerun.server.backends.base import Backend

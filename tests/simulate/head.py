@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from forerun.core.offer import Form, Offer
-from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import BaseDrafter, lone_roots
+from forerun.core.types import Budget, Form, Offer, Scores, Seq, TreeBatch, Verdict, lone_roots
+from forerun.drafters.base import BaseDrafter
 from forerun.drafters.device.features import MOST_UNREAD
 from forerun.drafters.device.plan import FORMS, ROOM, bucket_of, form_of, forms_for, trees_of
 from forerun.drafters.device.protocol import Seats, Unread

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import MOST_NODES, MOST_WIDTH, AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, Offer
 from forerun.core.params import EngineConfig, SpeculativeConfig
-from forerun.core.types import Event, Round, Seq, TreeForm
+from forerun.core.types import Event, Form, Offer, Round, Seq, TreeForm
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.plan import BUCKETS, DraftMenu, bucket_of, form_of
 from forerun.drafters.heads.eagle_head import read_head

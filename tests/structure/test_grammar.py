@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -14,6 +15,7 @@ import pytest
 from forerun.core.errors import GrammarFailed, InvalidInput
 from forerun.core.params import SamplingParams
 from forerun.core.request import Request
+from forerun.engine.sequence import compiled as with_grammar
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.server.reading import schema_of_calls
 from forerun.server.schemas import FunctionSpec
@@ -67,9 +69,17 @@ def test_schemas_that_cannot_be_used_are_refused_before_anything_is_written(
     assert len(str(found.value)) < 300
 
 
-def test_a_request_without_a_structure_is_left_alone(grammars: Grammars) -> None:
-    request = Request((1,), SamplingParams(response_format={"type": "text"}))
-    assert grammars.compile(request) is request
+def test_a_request_without_a_structure_is_left_alone() -> None:
+    plain, held = Request((1,), SamplingParams(response_format={"type": "text"})), list[Request]()
+    grammars: Any = SimpleNamespace(compile=lambda request: (held.append(request), request)[1])
+    for asked in (
+        plain,
+        Request((1,), SamplingParams(response_format={"type": "json_object"})),
+        Request((1,), SamplingParams(max_thinking_tokens=5)),
+    ):
+        assert with_grammar(grammars, asked) is asked
+    assert plain not in held
+    assert len(held) == 2
 
 
 def test_a_model_without_an_end_or_a_tokenizer_is_refused(tokenizer: Tokenizer) -> None:

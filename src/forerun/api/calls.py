@@ -17,8 +17,7 @@ from forerun.api.completion import Completion, ended_of, raised_by, spelt
 from forerun.core.checks import as_name, as_path, as_token_ids, as_whole, shown, unknown
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SPELLINGS, SamplingOptions, SamplingParams
-from forerun.core.request import Budget, Pooling, Request, budget_of
-from forerun.core.seeds import derived_seed
+from forerun.core.request import Budget, Pooling, Request, budget_of, derived_seed
 
 if TYPE_CHECKING:
     from forerun.engine.driver import Driver

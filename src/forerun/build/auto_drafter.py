@@ -26,9 +26,8 @@ from pathlib import Path
 
 from forerun.control.cost import CostModel
 from forerun.core.errors import ForerunError
-from forerun.core.offer import Offer
 from forerun.core.params import SpeculativeConfig
-from forerun.core.types import Budget, PlainSeq, TreeBatch, Verdict
+from forerun.core.types import Budget, Offer, PlainSeq, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, Parts
 from forerun.heads import HeadFolder, open_head
 from forerun.models.base import Target

@@ -23,17 +23,14 @@ from forerun.control.cost import CostModel
 from forerun.core import registry
 from forerun.core.checks import as_memory
 from forerun.core.errors import InvalidInput, UnknownName, UnsupportedModel
-from forerun.core.offer import Offer
 from forerun.core.params import EngineConfig, SpeculativeConfig
 from forerun.core.registry import DrafterSpec
-from forerun.core.types import Seq
 from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.model.translated import Spelling, TokenMap
-from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import BESIDE, DrafterPool
-from forerun.engine.sequence import SequenceState
+from forerun.engine.sequence import Decodes
 from forerun.heads import carries_mtp, open_head, with_head
 from forerun.models.adapters import AdapterPool, own_head
 from forerun.models.base import Target
@@ -187,18 +184,12 @@ def make_controller(
     target: Target, drafters: DrafterPool, speculative: SpeculativeConfig, measure: Callable[[], CostModel]
 ) -> Controller:
     """The controller of that name; without a drafter, the fixed one in place of the adaptive one."""
-
-    def offer(seq: Seq) -> Offer:
-        if isinstance(seq, SequenceState):
-            return drafters.offer(seq)
-        return drafters.get(speculative.drafter).offer(seq)
-
     name = speculative.controller
     cls = registry.controllers.get("fixed" if speculative.drafter == "none" and name == "adaptive" else name)
     if not isinstance(cls, ControllerClass):
         raise InvalidInput(f"controller {name!r} has no classmethod build(parts); see forerun.control.base")
     limits, follows = (speculative.budget, speculative.width), target.can.overlap > 1
-    return cls.build(ControlParts(offer, measure, *limits, drafters.looks_up, follows))
+    return cls.build(ControlParts(drafters.offer, measure, *limits, drafters.looks_up, follows))
 
 
 def choose_drafter(speculative: SpeculativeConfig, checkpoint: Checkpoint, device: str = "auto") -> SpeculativeConfig:
@@ -313,7 +304,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
                 log.info("%s: %s", checkpoint.name, error)
         made = torch_decoder(family)
         return made(family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots, kv_memory=memory)
-    from forerun.models.hf.target import HFTarget
+    from forerun.models.hf import HFTarget
 
     dtype = _dtype(config.dtype, device)
     if config.dtype in ("int8", "fp8", "w4"):

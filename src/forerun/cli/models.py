@@ -146,7 +146,7 @@ def _texts(prompts: Path | None) -> list[str]:
 
 
 def _input_sizes(model: str, to: Format, prompts: Path) -> Mapping[str, Any]:
-    from forerun.measure.inputs import input_sizes
+    from forerun.measure.quality import input_sizes
     from forerun.models.load.checkpoint import open_checkpoint
 
     if to is not Format.w4:

@@ -22,13 +22,13 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from forerun.engine.detokenize import Decodes, Detokenizer
-
 if TYPE_CHECKING:
     from forerun.api.calls import Prompt
-    from forerun.api.llm import LLM, Completion
+    from forerun.api.completion import Completion
+    from forerun.api.llm import LLM
     from forerun.core.params import SamplingParams
     from forerun.core.types import Event
+    from forerun.engine.sequence import Decodes
 
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
@@ -42,6 +42,8 @@ class Shades:
     """
 
     def __init__(self, tokenizer: Decodes) -> None:
+        from forerun.engine.sequence import Detokenizer
+
         self._detokenizer = Detokenizer(tokenizer)
         self._ends: deque[tuple[int, bool]] = deque()  # where a token's text ends, and whether it was drafted
         self._shown = 0

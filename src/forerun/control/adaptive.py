@@ -20,8 +20,7 @@ from forerun.control.lookups import MOST_WITH_TREES, LookupGate, chain_budget, p
 from forerun.control.overlap import MOST_READ_FIRST, Overlap, ends, lookup_allowance, lookup_promise, within
 from forerun.control.per_sequence import NOTHING, SequencePlanner
 from forerun.control.prices import Allowance
-from forerun.core.offer import FREE, NEVER, PLAIN, Menu, Offer, RoundPlan
-from forerun.core.types import Budget, Round, Seq
+from forerun.core.types import FREE, NEVER, PLAIN, Budget, Menu, Offer, Round, RoundPlan, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # nodes and children where no limit was set: room for the largest form of a head
 # rounds without a draft: one of 11 is timed (a prime: native calls run up to 8 of them), and each of the first 16
@@ -317,7 +316,7 @@ class AdaptiveController:
 
     def forget(self, seq: Seq) -> None:
         self.planner.forget(seq)
-        self.gate.forget(seq.id)
+        self.gate.met.discard(seq.id)
         for chooser in self._choosers.values():
             chooser.forget(seq.id)
 

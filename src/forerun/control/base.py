@@ -8,9 +8,8 @@ from functools import cache
 from typing import Protocol, TypeGuard, runtime_checkable
 
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer, RoundPlan
 from forerun.core.request import budget_of
-from forerun.core.types import Budget, Round, Seq
+from forerun.core.types import Budget, Offer, Round, RoundPlan, Seq
 
 
 @dataclass(frozen=True, slots=True)

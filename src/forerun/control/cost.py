@@ -1,4 +1,4 @@
-"""CostModel: what a pass costs on this machine, t(rows): the seconds of one target pass over that many nodes.
+"""CostModel: the seconds of a target pass over so many nodes on this machine, t(rows); and of a round beside its pass.
 
 Whether drafting pays follows from this curve and from acceptance. The curve is measured in a second or two on the real
 target, stored in a file, and corrected by every round, at every batch size. A curve that was measured while other
@@ -8,6 +8,13 @@ Passes are timed with any tokens where the model is dense. A pass over a mixture
 experts cost, and which are active depends on the tokens: a repeated token activates the same experts again, and random
 tokens activate fewer than text does (measured: docs/moe.md). So a model with experts first writes a text of its own:
 short pieces, all at once, sampled from its likeliest tokens, as the nodes of a draft are.
+
+`RoundOverhead`: drafting, verdict and the host's work, by form and batch size. An overlapping round hides the host's
+work; a round that was read first shows it. The seconds of a form are those of overlapping rounds, once there were any;
+what other rounds take on top of them is kept apart, as the gap. The first plain rounds of a process may be the slowest
+it ever sees: forms that did not run yet can also be judged by drafted rounds that overlapped. A gap is only seen where
+a round is read first, so that one slow round could keep it from ever being seen again: the gap is the median of the
+last few, with a presumed one among them until there are enough, and old gaps are forgotten while none is seen.
 """
 
 from __future__ import annotations
@@ -15,17 +22,18 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from statistics import median_low
 
 import numpy as np
 import torch
 
-from forerun.core.types import Needs, PlainSeq, TreeBatch, Verdict
+from forerun.core.types import PLAIN, Form, Needs, PlainSeq, TreeBatch, Verdict
 from forerun.models.base import HoldsUnread, ServedByProcesses, Target
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # rows, for a benchmark
@@ -64,6 +72,22 @@ class Ratio:
     def after(self, prior: float) -> float:
         """The average, with a prior that counts for a few rounds."""
         return (prior * PRIOR_ROUNDS + self.mean * self.seen) / (PRIOR_ROUNDS + self.seen)
+
+
+@dataclass(slots=True)
+class Factor:
+    """Observed over expected, with a memory, starting from 1."""
+
+    weight: float  # expected tokens that the start counts for
+    observed: float = 0.0
+    expected: float = 0.0
+
+    def add(self, observed: float, expected: float, memory: float) -> None:
+        self.observed = self.observed * memory + observed
+        self.expected = self.expected * memory + expected
+
+    def value(self, start: float = 1.0) -> float:
+        return (self.observed + self.weight * start) / (self.expected + self.weight)
 
 
 @dataclass(slots=True)
@@ -431,3 +455,108 @@ def own_text(target: Target, pieces: int) -> list[int]:
         for seq in seqs:
             target.release(seq)
     return [token for seq in seqs for token in seq.tokens]
+
+
+FORGIVEN_SHARE = 0.0005  # of what a form takes beyond another, per round in which it is not run for that
+NEWEST_SECONDS = 0.1  # weight of the newest round in a moving average of seconds
+GAPS_KEPT = 7  # gaps whose median counts: three slow rounds do not move it far
+STALE_ROUNDS = 128  # rounds that were not read first for the gap, after which the oldest is forgotten
+FIRST_PLAIN = 3  # plain rounds at the start that may be slow by chance: the quickest of them counts
+PRESUMED_GAP = 5e-4  # seconds, before any was seen
+MOST_PRESUMED = 0.25  # of a round: the most that is presumed of a gap
+
+
+class RoundOverhead:
+    """Drafting, verdict and the host's work."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[Form, int], float] = {}
+        self._rounds: dict[tuple[Form, int], int] = {}
+        self._follow: set[tuple[Form, int]] = set()  # of which rounds followed
+        self._gaps: dict[int, deque[float]] = {}  # the last ones
+        self._avoided: dict[int, int] = {}  # rounds that were not read first for them, since the last
+        self._beside: dict[int, float] = {}  # of drafted rounds that followed, without their drafts
+
+    def seconds(self, form: Form, batch: int, drafting: float) -> float:
+        """What rounds took, else what drafting is said to take on top of a plain round.
+
+        Plain rounds that were all read first would follow now, if rounds with drafts do: then they take no more.
+        """
+        group = batch.bit_length()
+        known = self._seconds.get((form, group))
+        if form == PLAIN:
+            known = known or 0.0
+            return known if (PLAIN, group) in self._follow else min(known, self._beside.get(group, known))
+        return drafting + self.seconds(PLAIN, batch, 0.0) if known is None else known
+
+    def gap(self, batch: int, presumed: float | None = None) -> float:
+        """Seconds that a round takes longer if the one before it is read first; 0 = that was not seen yet."""
+        seen = self._gaps.get(batch.bit_length())
+        if not seen:
+            return 0.0
+        return median_low(seen if presumed is None or len(seen) == GAPS_KEPT else [presumed, *seen])
+
+    def follows(self, form: Form, batch: int) -> bool:
+        """Were there rounds of this form that followed?"""
+        return (form, batch.bit_length()) in self._follow
+
+    def is_known(self, form: Form, batch: int) -> bool:
+        return (form, batch.bit_length()) in self._seconds
+
+    def knows_plain(self, batch: int, usual: float) -> bool:
+        """Is it known what plain rounds take beside their pass? One round says so if it is no more than is usual."""
+        key = PLAIN, batch.bit_length()
+        if key not in self._seconds:
+            return False
+        return self._seconds[key] <= usual or key in self._follow or self._rounds[key] >= FIRST_PLAIN
+
+    def observe(
+        self, form: Form, batch: int, seconds: float, expected: float, followed: bool = False, drafting: float = 0.0
+    ) -> None:
+        """Learn from a round, of which `drafting` is what its draft is said to take.
+
+        A pause of the machine counts little: at most for three times what was expected.
+        """
+        key = form, batch.bit_length()
+        if followed and key not in self._follow:
+            self._follow.add(key)
+            self._rounds[key] = 0  # those before it were read first
+        elif not followed and key in self._follow:
+            self._note_gap(batch.bit_length(), seconds, self._seconds[key])
+            return
+        elif not followed and form.nodes:
+            seconds = max(0.0, seconds - self.gap(batch))
+        rounds = self._rounds[key] = self._rounds.get(key, 0) + 1
+        known = self._seconds.get(key, expected)
+        if form.kind == "plain" and not followed and 1 < rounds <= FIRST_PLAIN:
+            seconds = min(seconds, known)
+        elif known and isfinite(known):  # a menu may say that a form is not ready
+            seconds = known + (min(seconds, 3.0 * known) - known) * max(NEWEST_SECONDS, 1.0 / rounds)
+        self._seconds[key] = seconds
+        if followed and form.nodes and isfinite(drafting):
+            self._beside[batch.bit_length()] = max(0.0, seconds - drafting)
+
+    def _note_gap(self, group: int, seconds: float, known: float) -> None:
+        self._gaps.setdefault(group, deque(maxlen=GAPS_KEPT)).append(max(0.0, seconds - known))
+        self._avoided[group] = 0
+
+    def note_avoided_gap(self, batch: int) -> None:
+        """A round was not read first because of what that took: in time it is tried again."""
+        group = batch.bit_length()
+        if not (seen := self._gaps.get(group)):
+            return
+        self._avoided[group] += 1
+        if self._avoided[group] >= STALE_ROUNDS:
+            seen.popleft()
+            self._avoided[group] = 0
+
+    def lower(self, form: Form, batch: int, least: float) -> None:
+        """A form that is not run any more for what it once took: in time it may have become cheaper."""
+        key = form, batch.bit_length()
+        if key in self._seconds:
+            self._seconds[key] += FORGIVEN_SHARE * (min(least, self._seconds[key]) - self._seconds[key])
+
+
+def presumed_gap(seconds: float) -> float:
+    """The gap before any was seen, for rounds of `seconds`: the host's work, which the device does not change."""
+    return min(PRESUMED_GAP, MOST_PRESUMED * seconds)

@@ -4,23 +4,27 @@ The form that promises most tokens per second is taken, plain decoding being a f
 
     (B + sum of E over the sequences) / (T_pass(rows) + T_overhead(form))
 
-E is what is accepted of that form (acceptance.py), T_pass the time of a pass (cost.py), T_overhead what else a round
-of this form takes, drafting first of all: what the menu says, then what rounds took (estimates.py). The last form stays
+E is what is accepted of that form (`Acceptance`), T_pass the time of a pass, T_overhead what else a round of this form
+takes, drafting first of all: what the menu says, then what rounds took (`RoundOverhead`, cost.py). The last form stays
 unless another is better by 3%. Now and then a form is tried that might do better than is believed; a trial must be
 covered by the allowance (`Allowance`), which bounds what all trials together can lose.
+
+A drafter's files say how many tokens of each form are accepted on average. The text at hand differs from the text of
+those files, so `Acceptance` multiplies that number by three factors, each observed over expected: one for all forms,
+with a short memory; one for each form, slower and close to 1; one for each sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
 from forerun.control.base import WaitingPrompts
-from forerun.control.cost import CostModel
-from forerun.control.estimates import Acceptance, RoundOverhead, presumed_gap
+from forerun.control.cost import CostModel, Factor, RoundOverhead, presumed_gap
 from forerun.control.prices import BEST_ACCEPTANCE, Allowance
-from forerun.core.offer import PLAIN, Form, Menu
+from forerun.core.types import PLAIN, Form, Menu
 
 # of a plain pass: where plain rounds took more than that beside it, the process had just started
 COLD_SHARE = 0.5
@@ -282,7 +286,7 @@ class FormChooser:
 
 
 class _NoForms:
-    """Implements forerun.core.offer.Menu."""
+    """Implements forerun.core.types.Menu."""
 
     forms: tuple[Form, ...] = ()
 
@@ -297,3 +301,55 @@ class _NoForms:
 
 
 NO_FORMS = _NoForms()
+# memory of the common factor, per round: of one sequence, and of 16, which show more
+MEMORY_ALONE, MEMORY_IN_BATCH = 0.93, 0.7
+SEQUENCE_MEMORY = 0.95  # memory of a sequence's factor, per round
+FORM_MEMORY = 0.93  # memory of a form's factor, per round of that form
+LEAST_FACTOR, MOST_FACTOR = 0.02, 4.0  # bounds of the common factor, so that it can return from any text
+PRIOR_TOKENS = 2.0  # expected tokens: a prior counts for about one draft
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """What is accepted of each form, as rounds have shown."""
+
+    overall: float = 1.0
+    _forms: dict[Form, Factor] = field(default_factory=dict)
+    _counts: Factor = field(default_factory=lambda: Factor(PRIOR_TOKENS))
+    _sequences: dict[int, tuple[float, float]] = field(default_factory=dict)  # observed, expected
+    _own: dict[int, float] = field(default_factory=dict)  # a sequence's factor
+
+    def expected(self, form: Form, prior: float) -> float:
+        """Tokens of one average sequence."""
+        return min(prior * self.overall * self._of_form(form), 0.98 * form.depth)
+
+    def _of_form(self, form: Form) -> float:
+        own = self._forms.get(form)
+        return 1.0 if own is None else min(max(own.value(), 0.5), 2.0)
+
+    def weight(self, ids: Sequence[int]) -> float:
+        """How many average sequences these are together."""
+        own = self._own
+        return sum([own.get(seq_id, 1.0) for seq_id in ids])
+
+    def observe(self, form: Form, prior: float, ids: Sequence[int], accepted: Sequence[int]) -> None:
+        """A round of this form: tokens accepted of each sequence."""
+        batch, total, each = len(ids), sum(accepted), self.expected(form, prior)
+        memory = max(MEMORY_IN_BATCH, MEMORY_ALONE - (batch - 1) * (MEMORY_ALONE - MEMORY_IN_BATCH) / 15)
+        self._counts.add(total, prior * self._of_form(form) * batch, memory)
+        self.overall = min(max(self._counts.value(), LEAST_FACTOR), MOST_FACTOR)
+        # what all forms share is settled first; a form that runs on and on tends to 1, and leaves the rest to that
+        of_form = self._forms.setdefault(form, Factor(6.0 * PRIOR_TOKENS / batch**0.5))
+        of_form.add(total / batch, prior * self.overall, FORM_MEMORY)
+        if batch == 1:
+            return  # the common factor is its own
+        counts, own = self._sequences, self._own
+        for seq_id, tokens in zip(ids, accepted, strict=True):  # plain numbers: once per sequence and round
+            seen, hoped = counts.get(seq_id, (PRIOR_TOKENS, PRIOR_TOKENS))
+            seen, hoped = seen * SEQUENCE_MEMORY + tokens, hoped * SEQUENCE_MEMORY + each
+            counts[seq_id] = seen, hoped
+            own[seq_id] = min(max((seen + PRIOR_TOKENS) / (hoped + PRIOR_TOKENS), 0.25), 2.0)
+
+    def forget(self, seq_id: int) -> None:
+        self._sequences.pop(seq_id, None)
+        self._own.pop(seq_id, None)

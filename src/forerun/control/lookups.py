@@ -17,12 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from forerun.control.cost import CostModel
-from forerun.control.estimates import RoundOverhead
+from forerun.control.cost import CostModel, RoundOverhead
 from forerun.control.per_sequence import NOTHING, SequencePlanner
 from forerun.control.prices import Allowance
-from forerun.core.offer import LOOKUP, PLAIN, SEARCHED, Form, Offer
-from forerun.core.types import Budget, Round, Seq
+from forerun.core.types import LOOKUP, PLAIN, SEARCHED, Budget, Form, Offer, Round, Seq
 
 SEARCH_SECONDS = 25e-6  # seconds of one look-up before any was timed
 DRAFTED_SECONDS = 5e-5  # seconds of the host for each sequence of a round that drafts, before any was timed
@@ -61,7 +59,7 @@ class LookupGate:
     _sampling: float = 0.0  # the same of the sampled sequences
     _reading: float = 0.0  # the same of sequences that were never searched before
     _panel: list[int] = field(default_factory=list)  # sampled sequences, the next one first
-    _met: set[int] = field(default_factory=set)  # sequences that were searched
+    met: set[int] = field(default_factory=set)  # sequences that were searched, until they end
     _fresh: int = 0  # sequences of this round that were searched for the first time
     _credit: float | None = None  # seconds that samples may take; None = it was never closed
 
@@ -80,7 +78,7 @@ class LookupGate:
                 size.rounds -= 1  # the same question comes once more
                 return None
             size.open()
-            self._met.update(ids)
+            self.met.update(ids)
             return None
         return self._sampled(ids, plain)
 
@@ -99,13 +97,13 @@ class LookupGate:
         asked = list[int]()
         self._fresh = 0
         for one in panel:
-            fresh = one not in self._met
+            fresh = one not in self.met
             if self._credit < (first if fresh else again) or (asked and fresh != bool(self._fresh)):
                 break  # first searches are timed apart
             self._credit -= first if fresh else again
             self._fresh += fresh
             asked.append(one)
-        self._met.update(asked)
+        self.met.update(asked)
         self._panel = panel[len(asked) :] + asked
         return asked
 
@@ -167,9 +165,6 @@ class LookupGate:
         elif size.has_tried or not self.allowance.covers(0.2 * self.allowance.floor):
             size.close()
             self._sample.clear()  # what was found before is known to have misled
-
-    def forget(self, seq_id: int) -> None:
-        self._met.discard(seq_id)
 
     def plain_seconds(self, batch: int) -> float:
         """Seconds of a plain round."""
@@ -235,7 +230,7 @@ class LookupGate:
         seconds = self._seconds(LOOKUP, batch + nodes, batch)
         better = nodes > 0 and (batch + accepted) * plain > BETTER * batch * seconds
         worst = seconds / plain - 1.0
-        unread = self._reading / plain * len([one for one in ids if one not in self._met])
+        unread = self._reading / plain * len([one for one in ids if one not in self.met])
         return better and self.allowance.covers(worst + unread)
 
 

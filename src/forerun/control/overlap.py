@@ -18,11 +18,10 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from forerun.control.estimates import Factor, presumed_gap
+from forerun.control.cost import Factor, presumed_gap
 from forerun.control.forms import FormChooser, Promise
 from forerun.control.prices import Allowance
-from forerun.core.offer import LOOKUP, PLAIN, Form, Offer
-from forerun.core.types import Seq
+from forerun.core.types import LOOKUP, PLAIN, Form, Offer, Seq
 
 MOST_READ_FIRST = 2  # sequences: for the look-ups of more, no round is read first
 MEMORY = 0.95  # per round, of what the head's trees accept where look-ups promise more

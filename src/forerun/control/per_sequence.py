@@ -12,28 +12,21 @@ text before its first draft, that is part of what a text's first trial may lose,
 earlier texts have gained (`EarlierTexts`). Trials are as short as can pay, and all together lose no more than the
 allowance has (`Allowance`). Until the next trial a sequence that is alone rests: nothing is planned for it, and its
 rounds follow each other.
+
+`History` has the acceptance of a drafter that costs by depth, and the tokens that it gained beyond the time that
+drafting took. Counts decay, because acceptance changes within a text.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import exp, log
 
-from forerun.control.cost import CostModel
-from forerun.control.estimates import (
-    FIRST_WAIT,
-    GAIN_MEMORY,
-    IN_A_ROW,
-    LONGEST_WAIT,
-    MEMORY,
-    Factor,
-    History,
-    RoundSeconds,
-    drafting_seconds,
-)
+from forerun.control.cost import CostModel, Factor
 from forerun.control.prices import (
+    IN_A_ROW,
     REFRESH_ROUNDS,
     Allowance,
     Levels,
@@ -42,17 +35,119 @@ from forerun.control.prices import (
     Pace,
     PriceList,
     PriceLists,
+    RoundSeconds,
     allocate,
     best_depth,
+    drafting_seconds,
     share_chains,
     share_options,
     shortest_that_pays,
 )
-from forerun.core.offer import FREE, Offer, total
-from forerun.core.types import Budget, Round, Seq
+from forerun.core.types import FREE, Budget, Offer, Round, Seq, total
 
 WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
 MOST_CHAIN_NODES = 1024  # nodes of all chains of a round: the rows of the largest pass
+
+PRIOR_ACCEPTANCE = 0.7  # per position, before any draft was tested: high, so that a drafter gets its first trials
+PRIOR_TRIES = 3.0  # positions or rounds that a prior counts for: a few drafts outweigh it
+MEMORY = 0.95  # per position tested, or per round: acceptance changes within tens of tokens
+GAIN_MEMORY = 0.9  # per round, where the gain is known from the drafter's confidence: that varies less
+# rounds from a draft that did not pay to the next trial, twice as many each time
+FIRST_WAIT, LONGEST_WAIT = 2, 32
+TRUST_MEMORY = 0.98  # per round: a drafter's bias changes more slowly than acceptance
+PRIOR_GAIN = 0.3  # tokens a round: the assumed gain of a drafter that has not drafted yet
+LEAST_TRUST, MOST_TRUST = 0.3, 1.3  # how far a drafter's expectations are scaled down and up
+
+
+@dataclass(slots=True)
+class History:
+    """The history of one sequence, or of all sequences, with a drafter that costs."""
+
+    hits: float = PRIOR_ACCEPTANCE * PRIOR_TRIES
+    tries: float = PRIOR_TRIES
+    by_depth: list[list[float]] = field(default_factory=list)  # [hits, tries] of depth 1, 2, ...
+    gain: float = PRIOR_GAIN * PRIOR_TRIES  # tokens beyond what the round's time was worth
+    rounds: float = PRIOR_TRIES
+    expected: float = PRIOR_TRIES  # tokens that the drafter expected to be accepted; next: tokens that were
+    accepted: float = PRIOR_TRIES
+    nodes: float = 0.0  # drafted per level
+    wait: int = FIRST_WAIT  # rounds without a draft before a trial
+    idle: int = 0  # such rounds so far
+
+    @classmethod
+    def after(cls, earlier: History) -> History:
+        """The history of a new sequence: starts from that of the others, and soon outweighs it."""
+        share, asked = PRIOR_TRIES / earlier.tries, PRIOR_TRIES / earlier.rounds
+        by_depth = [[hits * share, tries * share] for hits, tries in earlier.by_depth]
+        trusted = PRIOR_TRIES * earlier.trust
+        return cls(
+            earlier.hits * share,
+            PRIOR_TRIES,
+            by_depth,
+            earlier.gain * asked,
+            PRIOR_TRIES,
+            PRIOR_TRIES,
+            trusted,
+            earlier.nodes,
+            max(FIRST_WAIT, earlier.wait // 2),
+            LONGEST_WAIT,  # what holds for others may not hold for it: one trial at once
+        )
+
+    def count(self, depth: int, accepted: int, nodes: int = 0) -> None:
+        """A tree of `nodes` nodes and `depth` levels was drafted, and `accepted` tokens of it were accepted."""
+        tried = min(accepted + 1, depth)
+        memory = MEMORY**tried
+        self.hits = self.hits * memory + accepted
+        self.tries = self.tries * memory + tried
+        self.by_depth += [[0.0, 0.0] for _ in range(depth - len(self.by_depth))]
+        for level, counts in enumerate(self.by_depth, start=1):
+            counts[0] = counts[0] * MEMORY + (level <= accepted)
+            counts[1] = counts[1] * MEMORY + (level <= tried)
+        if depth:
+            self.nodes += 0.2 * (max(nodes, depth) / depth - self.nodes)
+
+    def count_gain(self, gain: float, memory: float = MEMORY) -> None:
+        """A round with this drafter gained `gain` tokens beyond what its time was worth."""
+        self.gain = self.gain * memory + gain
+        self.rounds = self.rounds * memory + 1.0
+
+    def note_trial(self) -> None:
+        """Nothing pays, and it is tried all the same; the next trial comes later, unless this one pays."""
+        self.idle, self.wait = 0, min(2 * self.wait, LONGEST_WAIT)
+
+    def count_expected(self, expected: float, accepted: int) -> None:
+        """The drafter expected `expected` tokens to be accepted, and `accepted` tokens were."""
+        self.expected = self.expected * TRUST_MEMORY + expected
+        self.accepted = self.accepted * TRUST_MEMORY + accepted
+
+    @property
+    def trust(self) -> float:
+        """The factor that corrects the drafter's probabilities."""
+        return min(max((self.accepted + PRIOR_TRIES) / (self.expected + PRIOR_TRIES), LEAST_TRUST), MOST_TRUST)
+
+    @property
+    def mean_gain(self) -> float:
+        return self.gain / self.rounds
+
+    @property
+    def acceptance(self) -> float:
+        """Of positions that were tested, whatever their depth."""
+        return min(self.hits / self.tries, 0.999)
+
+    def survivals(self, most: int, least: float = 0.0) -> list[float]:
+        """The acceptance probability at depth 1, 2, ...: the rates of each depth, with the overall one as prior.
+
+        They end where they fall below `least`.
+        """
+        overall, survival = self.acceptance, 1.0
+        found: list[float] = []  # `list[float]()` would make a type, twenty times slower, in every round
+        for level in range(most):
+            hits, tries = self.by_depth[level] if level < len(self.by_depth) else (0.0, 0.0)
+            survival *= (hits + PRIOR_TRIES * overall) / (tries + PRIOR_TRIES)
+            if survival < least:
+                break
+            found.append(survival)
+        return found
 
 
 class SequencePlanner:

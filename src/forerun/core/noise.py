@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import InvalidInput
-from forerun.core.seeds import ACCEPT as ACCEPT
-from forerun.core.seeds import BLOCK as BLOCK
-from forerun.core.seeds import COUPLE as COUPLE
-from forerun.core.seeds import DRAFT as DRAFT
-from forerun.core.seeds import DRAW as DRAW
-from forerun.core.seeds import MASK, hashed, mixed
-from forerun.core.seeds import derived_seed as derived_seed
-from forerun.core.seeds import fresh_seed as fresh_seed
+from forerun.core.request import ACCEPT as ACCEPT
+from forerun.core.request import BLOCK as BLOCK
+from forerun.core.request import COUPLE as COUPLE
+from forerun.core.request import DRAFT as DRAFT
+from forerun.core.request import DRAW as DRAW
+from forerun.core.request import MASK, hashed, mixed
+from forerun.core.request import derived_seed as derived_seed
+from forerun.core.request import fresh_seed as fresh_seed
 
 
 def uniform(seed: int, position: int, purpose: int, index: int = 0) -> float:

@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out of it: requests with their budgets, and events.
+"""What goes into an engine and what comes out of it: requests with their budgets and seeds, and events.
 
 No torch here: a process that only asks an engine in another one needs none.
 
@@ -6,11 +6,17 @@ What an encoder-decoder asks of its requests: where decoding starts, how long a 
 
 The prompt of an encoder-decoder is its source: the encoder reads it once, and the decoder starts from a token of its
 own. The tokens of such a sequence are the decoder's alone, so penalties, limits and positions count these.
+
+Every random number is hashed from the seed of its request and where it is used (`hashed`); noise.py makes numbers.
 """
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, get_args
 
 from forerun.core.checks import as_token_ids, as_whole, refuse
@@ -63,6 +69,27 @@ class Budget:
 def budget_of(nodes: int, width: int) -> Budget:
     """A budget of so many nodes: one chain, or `width` of them side by side."""
     return Budget(nodes, depth=max(1, nodes // width) if nodes else 0, width=width, repeats=ALWAYS)
+
+
+def best_count(survivals: Sequence[float], price: Sequence[float] | None) -> int:
+    """How many nodes, taken in this order, gain most beyond their price.
+
+    price[n] is what a pass over the root and n more nodes costs, in tokens; None = they all cost the same.
+    """
+    if price is None:
+        return len(survivals)
+    best, best_gain, gain = 0, 0.0, price[0]
+    for count, survival in enumerate(survivals[: len(price) - 1], start=1):
+        gain += survival
+        if gain - price[count] > best_gain:
+            best, best_gain = count, gain - price[count]
+    return best
+
+
+@lru_cache(maxsize=16)  # a list holds for many rounds
+def least_step(price: tuple[float, ...]) -> float:
+    """What one more node costs at least, however many there are: one that survives less often never pays."""
+    return max(0.0, min([after - before for before, after in pairwise(price)], default=0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +179,33 @@ class SourceRules:
     start: int  # the token that its decoder starts from
     longest: int  # tokens of a source at most
     laws: LawRules | None = None
+
+
+MASK = (1 << 64) - 1
+DRAW, ACCEPT, BLOCK, DRAFT, COUPLE, DERIVE = range(6)  # purposes: two of them never share a number
+
+
+def fresh_seed() -> int:
+    """A seed for a request that gave none."""
+    return secrets.randbits(63)
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of the index-th of several completions of one prompt: the first has the seed itself."""
+    return hashed(seed, index, DERIVE) >> 1 if index else seed
+
+
+def mixed(x: int) -> int:
+    """The finaliser of splitmix64."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def hashed(seed: int, *parts: int) -> int:
+    """64 bits of a seed and where they are used."""
+    key = mixed(seed & MASK)
+    for part in parts:
+        key = mixed(key ^ (part & MASK))
+    return key

@@ -487,3 +487,15 @@ class Verdict:
             rows = zip(self.paths.tolist(), self.accepted.tolist(), strict=True)
             self._lists = [path[:length] for path, length in rows], self.bonus.tolist()
         return self._lists
+
+
+def committed_tokens(trees: TreeBatch, verdict: Verdict) -> list[list[int]]:
+    """What a round adds to every sequence: the tokens of its path, and the target's own."""
+    (tokens, _), (paths, bonus) = trees.to_host(), verdict.to_host()
+    if len(bonus) == 1:
+        (path,), first = paths, trees.starts[0]
+        return [[*[tokens[first + node] for node in path], *bonus] if path else [*bonus]]
+    return [
+        [*[tokens[first + node] for node in path], last] if path else [last]
+        for first, path, last in zip(trees.starts, paths, bonus, strict=False)
+    ]

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import InvalidInput
-from forerun.core.offer import FREE, NEVER, Offer
 from forerun.core.params import SpeculativeConfig
 from forerun.core.request import Pooling
-from forerun.core.tree import ONE_NODE
-from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import FREE, NEVER, Budget, Needs, Offer, Scores, Seq, TreeBatch, Verdict, lone_roots
 from forerun.drafters.device.protocol import DeviceDrafter
 from forerun.models.base import Target
 
@@ -231,28 +229,8 @@ def chances(rates: Iterable[float]) -> tuple[float, ...]:
     return tuple(takewhile(NEGLIGIBLE.__le__, accumulate(rates, mul)))
 
 
-def lone_roots(seqs: Sequence[Seq]) -> TreeBatch:
-    """One root per sequence and nothing drafted: a plain round."""
-    count = len(seqs)
-    if count == 1:
-        return TreeBatch([seqs[0].tokens[-1]], [-1], ONE_NODE)
-    return TreeBatch([seq.tokens[-1] for seq in seqs], [-1] * count, tuple(range(count + 1)))
-
-
 def goes_on(seq: Seq, trees: TreeBatch, b: int) -> bool:
     """Does tree b go on with a text that is being written? Else it is a part of what is read, or the first round."""
     start = trees.starts[b]
     has_root = start < trees.starts[b + 1] and trees.to_host()[0][start] == seq.tokens[-1]
     return has_root and len(seq.tokens) > seq.prompt_length
-
-
-def committed_tokens(trees: TreeBatch, verdict: Verdict) -> list[list[int]]:
-    """What a round adds to every sequence: the tokens of its path, and the target's own."""
-    (tokens, _), (paths, bonus) = trees.to_host(), verdict.to_host()
-    if len(bonus) == 1:
-        (path,), first = paths, trees.starts[0]
-        return [[*[tokens[first + node] for node in path], *bonus] if path else [*bonus]]
-    return [
-        [*[tokens[first + node] for node in path], last] if path else [last]
-        for first, path, last in zip(trees.starts, paths, bonus, strict=False)
-    ]

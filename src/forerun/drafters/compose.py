@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from forerun.core.offer import Offer
-from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, Needs, Offer, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, LookupDrafter, device_of
 from forerun.drafters.device.protocol import DeviceDrafter
 

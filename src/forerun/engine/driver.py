@@ -23,7 +23,7 @@ from typing import Protocol
 from forerun.core.types import Event, LoadedAdapter, Request
 from forerun.engine.engine import Engine
 from forerun.engine.round import WORTH_CAPTURES
-from forerun.engine.sequence import SequenceState, find_adapter
+from forerun.engine.sequence import SequenceState, compiled, find_adapter
 
 LONGEST_SLEEP = 1.0  # seconds after which a thread that was not woken checks by itself
 IDLE_SLEEP = 0.05  # the same where captures wait for kernels that are being compiled
@@ -121,7 +121,7 @@ class Driver:
     def prepared(self, request: Request) -> Handle:
         """A request with its grammar compiled and its adapter read, by the caller's thread: no round waits for it."""
         adapter = None if request.adapter is None else find_adapter(self.engine.adapters, request.adapter)
-        return Handle(self.engine.grammars.compile(request), adapter)
+        return Handle(compiled(self.engine.grammars, request), adapter)
 
     def submit(self, request: Request) -> Handle:
         """Queue a request, between two rounds; raises the engine's error if it is refused."""

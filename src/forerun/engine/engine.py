@@ -22,12 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from forerun.control.base import Controller, plans_ahead, sees_prompts
-from forerun.core.noise import fresh_seed
-from forerun.core.offer import RoundPlan
-from forerun.core.request import TokenLogprob
-from forerun.core.types import Adapters, Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
+from forerun.core.request import Budget, Event, Request, TokenLogprob, fresh_seed
+from forerun.core.tree import TreeBatch, Verdict
+from forerun.core.types import Adapters, Needs, Prompts, RoundPlan, Scores, traits_of
 from forerun.drafters.device.protocol import Unread
-from forerun.engine.detokenize import Decodes, Detokenizer
 from forerun.engine.round import (
     CaptureTurns,
     Change,
@@ -43,10 +41,10 @@ from forerun.engine.round import (
 )
 from forerun.engine.routing import DrafterPool
 from forerun.engine.scheduler import NONE_WAIT, PrefillRows, Scheduler, find_room, no_room_for
-from forerun.engine.sequence import SequenceState, Tokens, check_request, find_adapter
+from forerun.engine.sequence import Decodes, Detokenizer, SequenceState, Tokens, check_request, compiled, find_adapter
 from forerun.engine.stats import EngineStats, RoundClock
 from forerun.models.base import Target
-from forerun.verify.base import CompilesGrammars, Verifiers, traits_of
+from forerun.verify.base import CompilesGrammars, Verifiers
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +82,10 @@ class Engine:
         # a text that the KV cache could not hold would wait for room that never comes, and others behind it
         self.max_length = longest if target.slots is None else min(longest, target.slots)
         self.scheduler = Scheduler(target, max_batch)
-        self.prefill_rows = PrefillRows(target.can.prefill, target.pass_rows, prompt_rows)
-        self.stats = EngineStats(now=target.can.clock)
-        self.timeline = Timeline(self.scheduler, self._forget, target.can.overlap)
+        self.can = can = target.can
+        self.prefill_rows = PrefillRows(can.prefill, target.pass_rows, prompt_rows)
+        self.stats = EngineStats(now=can.clock)
+        self.timeline = Timeline(self.scheduler, self._forget, can.overlap)
         self.deadline = LaunchDeadline()
         self.captures = CaptureTurns(target, self.settle, self.stats.now)
         self._waiting_prompts = NONE_WAIT  # what the controller was told last
@@ -538,7 +537,7 @@ class Engine:
         """The sequence of a request, if it can be served; a drafter that it is the first to ask for is built."""
         source = self.target.source_rules
         check_request(request, self.target.vocab_size, self.max_length, self.tokenizer is not None, source)
-        request = self.grammars.compile(request)
+        request = compiled(self.grammars, request)
         params = request.params
         if params.prompt_logprobs is not None:  # every row of its prompt is computed
             request = replace(request, cache_salt=None)
@@ -549,7 +548,7 @@ class Engine:
         drafter = self.drafters.name_beside(request, drafter)  # an unknown or unloadable one is the caller's error
         verifier = request.verifier or self.default_verifier
         if verifier == "auto":
-            verifier = "exact" if params.seed is None and not self.target.can.decides else "coupled"
+            verifier = "exact" if params.seed is None and not self.can.decides else "coupled"
         rules = None if source is None else source.laws
         seq = SequenceState(
             id=self._next_id,

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import CannotSample
-from forerun.core.offer import RoundPlan
 from forerun.core.request import ALWAYS
+from forerun.core.tree import committed_tokens
 from forerun.core.types import (
     CUT,
     Branch,
@@ -40,19 +40,18 @@ from forerun.core.types import (
     FinishReason,
     Laws,
     Round,
+    RoundPlan,
     Scores,
     TokenLogprob,
     TreeBatch,
     TreeForm,
     Verdict,
+    traits_of,
 )
-from forerun.drafters.base import committed_tokens
-from forerun.engine.detokenize import Detokenizer
 from forerun.engine.scheduler import NOTHING_READ, Chunk, Scheduler
-from forerun.engine.sequence import Advance, SequenceState
+from forerun.engine.sequence import Advance, Detokenizer, SequenceState
 from forerun.engine.stats import RoundClock, RoundCounts, captures_awaited
 from forerun.models.base import CapturesLater, Target
-from forerun.verify.base import traits_of
 
 log = logging.getLogger(__name__)
 # sequences of a round, and their places in the round before; -1 = none

@@ -22,10 +22,9 @@ from itertools import count
 from typing import Protocol, TypeGuard
 
 from forerun.core.errors import InvalidInput
-from forerun.core.offer import Offer
 from forerun.core.params import Forces
 from forerun.core.tree import ONE_NODE, ints_of
-from forerun.core.types import Budget, Draws, Needs, Request, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, Draws, Needs, Offer, Request, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import BaseDrafter, Drafter, KeepsRows, LookupDrafter, NoDrafter, PoolingDrafter, device_of
 from forerun.drafters.device.protocol import DeviceDrafter
 from forerun.engine.sequence import SWITCHED_OFF, SequenceState
@@ -374,8 +373,9 @@ class DrafterPool:
         drafter = self._made[seq.drafting] if isinstance(seq, SequenceState) else None
         return isinstance(drafter, BaseDrafter) and drafter.looks_up
 
-    def offer(self, seq: SequenceState) -> Offer:
+    def offer(self, seq: Seq) -> Offer:
         """What a sequence's drafter offers; one that raises is switched off, and the plain one is asked."""
+        assert isinstance(seq, SequenceState), "drafters are known of an engine's own sequences"
         try:
             return self._made[seq.drafting].offer(seq)
         except Exception as error:

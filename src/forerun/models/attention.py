@@ -21,8 +21,7 @@ from torch import Tensor
 from forerun.core.tree import Topology
 from forerun.core.types import Seq
 from forerun.models.layers import softcap_
-from forerun.models.paged import Ints, slots_of
-from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
+from forerun.models.pages import PAGE, TREE_MARGIN, Ints, pages_for, slots_of
 
 SINKS = 1  # pages at the start of the text, of a sparse context
 FOUND = 1 / 2  # of its other pages: those that are looked up

@@ -1,7 +1,7 @@
 """The memory of the KV cache: how much a setting allows, how many slots that is, and for how many sequences.
 
 `kv_memory` is in bytes, or a share of what is free when a model is loaded. Hidden rows that heads need are kept beside
-keys and values (paged.py) and come on top: a fifth at most.
+keys and values (pages.py) and come on top: a fifth at most.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from forerun.core.tree import chain_of
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 from forerun.models.attention import Span, SparseContext
 from forerun.models.base import BaseTarget, LayerSubset
-from forerun.models.paged import Extent, PagedKV, slots_of
+from forerun.models.pages import Extent, PagedKV, slots_of
 
 # [M, D] what leaves the last layer that is run -> [M, D] what the LM head reads
 Leave = Callable[[Tensor], Tensor]

@@ -21,8 +21,7 @@ from forerun.core.types import Needs, Seq, TreeBatch, Verdict, first_rows, offse
 from forerun.models.base import BaseTarget
 from forerun.models.config import DecoderConfig
 from forerun.models.kv_budget import row_numbers, slot_bytes
-from forerun.models.paged import Extent, PagedKV
-from forerun.models.pages import PAGE, TREE_MARGIN, pages_for, start_digest
+from forerun.models.pages import PAGE, TREE_MARGIN, Extent, PagedKV, pages_for, start_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +65,7 @@ class SlotTarget(BaseTarget):
         self._lengths: dict[int, int] = {}  # sequence -> the length that ropes with regimes take for its own
         kinds = {rope.kind: rope.context for rope in config.ropes}
         self._stretches, self._switch = "dynamic" in kinds, kinds.get("longrope")
+        self._has_regimes, self._no_regimes = any(rope.has_regimes for rope in config.ropes), (0,) * len(config.ropes)
         self._wanted: frozenset[int] = frozenset()  # hidden layers of the last pass
         kept = kv_dtype or dtype
         self.kv = PagedKV(
@@ -180,6 +180,12 @@ class SlotTarget(BaseTarget):
         length = max(len(seq.tokens), seq.prompt_length)
         return max(length, min(seq.max_length, self.max_length)) if self._stretches else length
 
+    def _regimes_of(self, seq: Seq) -> tuple[int, ...]:
+        """Of every rope; sequences of other regimes have other rotations."""
+        if not self._has_regimes:
+            return self._no_regimes
+        return tuple(rope.regime(self._lengths[seq.id]) for rope in self.config.ropes)
+
     def _begin(self, seq: Seq, extent: Extent) -> None:
         """A new sequence starts with what was found of it; targets with more than keys and values may take less."""
 
@@ -187,9 +193,8 @@ class SlotTarget(BaseTarget):
         """What its chain of pages starts from: equal pages have equal numbers, so ropes that stretch count too."""
         if seq.cache_salt is None:
             return None
-        regimes = [rope.regime(self._lengths[seq.id]) for rope in self.config.ropes]
         own = () if seq.adapter is None else (seq.adapter.name, seq.adapter.key)
-        return start_digest(seq.cache_salt, *regimes, *own)
+        return start_digest(seq.cache_salt, *self._regimes_of(seq), *own)
 
     def _with_found(
         self, seqs: Sequence[Seq], fresh: Sequence[list[int]], hidden: Mapping[int, Tensor]

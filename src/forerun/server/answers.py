@@ -17,7 +17,7 @@ from forerun.models.load.tokenizer import Tokenizer
 from forerun.server.errors import ApiError
 from forerun.server.generation import speculation_of, usage_of
 from forerun.server.metrics import RequestSpan
-from forerun.server.parsers.tools import Found, Piece, ToolCall
+from forerun.server.parsers import Found, Piece, ToolCall
 from forerun.server.schemas import Generation, StreamOptions
 from forerun.server.sse import PLACE, TextLine, as_line, encode
 

@@ -13,8 +13,7 @@ from typing import Any
 from forerun.api.completion import Completion
 from forerun.core.checks import as_whole
 from forerun.core.errors import InvalidInput, PromptTooLong
-from forerun.core.request import Budget, Event
-from forerun.core.seeds import derived_seed
+from forerun.core.request import Budget, Event, derived_seed
 from forerun.server.backends.base import Backend
 from forerun.server.errors import ApiError
 from forerun.server.schemas import (

@@ -104,7 +104,7 @@ def _beside_a_thread(loader: Loader, trace: Path | None, answer: Answer) -> int 
     with without_collector():
         llm = loader()
         import_application()
-    from forerun.api.async_llm import AsyncLLM
+    from forerun.api.llm import AsyncLLM
     from forerun.engine.stats import traced
     from forerun.server.backends.thread import LocalBackend
 

@@ -29,8 +29,7 @@ from forerun.server.backends.base import Backend
 from forerun.server.errors import ApiError
 from forerun.server.generation import Job, Timing, write_all
 from forerun.server.metrics import Metrics
-from forerun.server.parsers.thinking import parser_of
-from forerun.server.parsers.tools import Found, found_in
+from forerun.server.parsers import Found, found_in, parser_of
 from forerun.server.reading import ReaderFacts, ReaderProcess, RequestReader, What
 from forerun.server.schemas import Generation
 from forerun.server.settings import ServerSettings

@@ -14,9 +14,8 @@ from itertools import count, pairwise
 import torch
 from torch import Tensor
 
-from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams
-from forerun.core.types import Budget, Needs, Prompts, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, Needs, Offer, Prompts, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Drafter
 from forerun.models.base import Target
 from forerun.testing.doubles import FakeSeq, TableLM, extend, path_to, random_tree, random_verdict, tree_of

@@ -16,8 +16,19 @@ import torch
 from torch import Tensor
 
 from forerun.core.noise import DRAFT, draw, uniform
-from forerun.core.offer import Offer
-from forerun.core.types import Budget, Draws, Needs, PlainSeq, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
+from forerun.core.types import (
+    Budget,
+    Draws,
+    Needs,
+    Offer,
+    PlainSeq,
+    Prompts,
+    Scores,
+    Seq,
+    TreeBatch,
+    Verdict,
+    first_rows,
+)
 from forerun.models.base import SharedWeights
 from forerun.models.slots import UnpagedTarget
 

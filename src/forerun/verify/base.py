@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from forerun.core.noise import Noise
 from forerun.core.params import SamplingParams
 from forerun.core.request import LawRules, Request
-from forerun.core.types import Laws, Scores, Seq, TokenLogprob, TreeBatch, Verdict
+from forerun.core.types import DecidedSeq, Laws, Scores, Seq, TokenLogprob, Traits, TreeBatch, Verdict
 
 Logprobs = tuple[TokenLogprob, ...]
 
@@ -29,33 +29,6 @@ class Verifier(Protocol):
 
     def verify(self, trees: TreeBatch, laws: Laws, noise: Noise) -> Verdict:
         """Walk every tree from its root; return the accepted path and the bonus token."""
-
-
-class Traits(NamedTuple):
-    """The constants of a sequence that rounds compare between sequences; equal ones are one object."""
-
-    verifier: str
-    is_plain_greedy: bool  # its law is the argmax of the logits as they are
-    wants_logprobs: bool
-    has_budget: bool  # of its own
-
-
-class DecidedSeq(Seq, Protocol):
-    """A sequence with a verifier."""
-
-    @property
-    def verifier(self) -> str: ...
-    @property
-    def traits(self) -> Traits: ...
-
-
-def traits_of(seqs: Sequence[DecidedSeq]) -> Sequence[Traits]:
-    """The different traits among these sequences; mostly one."""
-    first = seqs[0].traits
-    # the usual cases, and quicker than a generator
-    if len(seqs) == 1 or all([seq.traits is first for seq in seqs]):  # noqa: C419
-        return (first,)
-    return tuple({seq.traits for seq in seqs})
 
 
 class Verifiers(Protocol):

@@ -27,8 +27,19 @@ from forerun.core.errors import CannotSample
 from forerun.core.noise import Noise
 from forerun.core.params import Forces, Prefix, SamplingParams
 from forerun.core.request import LawRules
-from forerun.core.types import Greedy, Laws, Scores, Seq, TokenLogprob, TreeBatch, Verdict
-from forerun.verify.base import DecidedSeq, Logprobs, Traits, Verifier, traits_of
+from forerun.core.types import (
+    DecidedSeq,
+    Greedy,
+    Laws,
+    Scores,
+    Seq,
+    TokenLogprob,
+    Traits,
+    TreeBatch,
+    Verdict,
+    traits_of,
+)
+from forerun.verify.base import Logprobs, Verifier
 from forerun.verify.greedy import greedy_verdict, walk_argmax
 from forerun.verify.processors import IMPOSSIBLE, process_block
 from forerun.verify.sampled import decides_alike, kinds_of

@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, Menu, Offer, RoundPlan
-from forerun.core.types import Budget, Round, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import BaseDrafter, Drafter, LookupDrafter, NoDrafter, lone_roots
+from forerun.core.types import Budget, Form, Menu, Offer, Round, RoundPlan, Scores, Seq, TreeBatch, Verdict, lone_roots
+from forerun.drafters.base import BaseDrafter, Drafter, LookupDrafter, NoDrafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from lab.simulate.speeds import draw_accepted

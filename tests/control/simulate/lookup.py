@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer, RoundPlan
-from forerun.core.types import PlainSeq, Round, Scores, Seq, TreeBatch
-from forerun.drafters.base import LookupDrafter, committed_tokens, lone_roots
+from forerun.core.tree import committed_tokens
+from forerun.core.types import Offer, PlainSeq, Round, RoundPlan, Scores, Seq, TreeBatch, lone_roots
+from forerun.drafters.base import LookupDrafter
 from tests.control.simulate.history import History, KnownTexts, SimulatedRound, Text
 
 H200 = CostModel(  # an 8B model in bf16: seconds by rows

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, Offer, RoundPlan
-from forerun.core.types import Budget, PlainSeq, Round
+from forerun.core.types import Budget, Form, Offer, PlainSeq, Round, RoundPlan
 from lab.simulate.speeds import SimulatedMenu, draw_accepted
 from tests.control.simulate.history import History, SimulatedRound
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import QUICK, CostModel
+from forerun.core.tree import committed_tokens
 from forerun.core.types import Budget, PlainSeq, Round, Scores
-from forerun.drafters.base import LookupDrafter, committed_tokens
+from forerun.drafters.base import LookupDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from tests.control.simulate.history import KnownTexts, Text
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.base import Controller
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer
-from forerun.core.types import Budget, PlainSeq, Round, Seq
-from forerun.drafters.heads.growth import best_count, worth_deepening
+from forerun.core.request import best_count
+from forerun.core.types import Budget, Offer, PlainSeq, Round, Seq
+from forerun.drafters.heads.growth import worth_deepening
 
 
 @dataclass(frozen=True, slots=True)

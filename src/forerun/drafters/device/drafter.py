@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import ForerunError
-from forerun.core.offer import NEVER, Form, Offer
 from forerun.core.tree import ints_of
-from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import Drafter, lone_roots
+from forerun.core.types import NEVER, Budget, Form, Needs, Offer, Scores, Seq, TreeBatch, Verdict, lone_roots
+from forerun.drafters.base import Drafter
 from forerun.drafters.device.plan import MOST, DraftJob, DraftMenu, form_of
 from forerun.drafters.device.protocol import DeviceDrafter, Seats, Unread
 from forerun.models.base import Target
@@ -321,7 +320,7 @@ class OnDevice(Generic[Draft]):
             self._plain.forget(seq)
 
     def _grows(self, seq: Seq) -> bool:
-        chosen = seq.params.is_greedy or seq.shares_noise or not self._sampled
+        chosen = not self._sampled or seq.shares_noise or seq.params.is_greedy
         return chosen and not self._excludes(seq)
 
     def _route(self, seq: Seq, budget: Budget) -> str:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import UnsupportedModel
-from forerun.core.offer import Form
 from forerun.core.params import DraftDtype
-from forerun.core.types import Needs, Scores, Seq, TreeBatch, TreeForm, Verdict
-from forerun.drafters.base import Drafter, committed_tokens
+from forerun.core.tree import committed_tokens
+from forerun.core.types import Form, Needs, Scores, Seq, TreeBatch, TreeForm, Verdict
+from forerun.drafters.base import Drafter
 from forerun.drafters.device.drafter import DeviceDraft, Going, Launched, OnDevice, built
 from forerun.drafters.device.features import FeatureRows, RowState
 from forerun.drafters.device.growth import DraftNoise, Frontier, HeadOutput, Pool, complete, cut_trees, grow_level

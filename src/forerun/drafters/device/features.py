@@ -26,9 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.core.tree import chain_of, ints_of
+from forerun.core.tree import chain_of, committed_tokens, ints_of
 from forerun.core.types import Scores, Seq, TreeBatch, TreeForm, Verdict
-from forerun.drafters.base import committed_tokens
 from forerun.drafters.device.growth import Settings, settings_of
 from forerun.drafters.device.head import FeatureFusion, HeadNet, append_decided, copy_rows
 from forerun.drafters.device.plan import DEEPEST, PLACES, ROOM, Lane
@@ -49,8 +48,7 @@ from forerun.models.cuda.plan import (
     round_up,
     splits_to,
 )
-from forerun.models.paged import Ints
-from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
+from forerun.models.pages import PAGE, TREE_MARGIN, Ints, pages_for
 
 NO_PAGES: Ints = np.zeros(0, dtype=np.int32)
 

@@ -39,9 +39,9 @@ from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.network import HEAD_DIMS, Buffers, Layer, Model, Run
 from forerun.models.cuda.plan import LONGEST, MAX_ROWS
 from forerun.models.cuda.pool import has_compiled
-from forerun.models.cuda.steps.plain import PlainSteps
+from forerun.models.cuda.steps.plain import PlainSteps, times
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.cuda.weights import Packed, Role, Weight, WeightKind, interleaved, times, whole
+from forerun.models.cuda.weights import Packed, Role, Weight, WeightKind, interleaved, whole
 from forerun.models.pages import PAGE, TREE_MARGIN, PagePool, pages_for
 
 if TYPE_CHECKING:

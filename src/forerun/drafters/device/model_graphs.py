@@ -14,8 +14,8 @@ launches the first pass, which ends with the choice of a token, and such a pass 
 further passes of a batch size are replays of one graph, which counts for itself how far the draft is. What lies between
 passes is kernels on a GPU (kernels.py), and the same in torch elsewhere, step by step where nothing is captured.
 
-Where the target itself drafts (sparse.py), over some pages of its own cache, one token is unread, the root: its pass
-over the last draft has read all others. Positions are then those among the pages that a lane names, and rotations
+Where the target itself drafts (`SparseDraft`), over some pages of its own cache, one token is unread, the root: its
+pass over the last draft has read all others. Positions are then those among the pages that a lane names, and rotations
 count the positions that were left out before them.
 """
 
@@ -39,8 +39,7 @@ from forerun.models.cuda.graphs import PassClock, Replays, seconds_of
 from forerun.models.cuda.network import Run, run_pass
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, NARROW, SentInts, Size, splits_at, splits_to
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.paged import Ints
-from forerun.models.pages import PAGE
+from forerun.models.pages import PAGE, Ints
 
 UNREAD = 2  # tokens per sequence that the first pass reads, at most
 KNOWN = 7  # integers of a sequence that the host sends, beside its pages

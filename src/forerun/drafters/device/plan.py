@@ -22,14 +22,12 @@ from weakref import ref
 import numpy as np
 from torch import Tensor
 
-from forerun.core.offer import Form
-from forerun.core.types import TreeForm
+from forerun.core.types import Form, TreeForm
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import DEEPEST as LONE_LEVELS
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, ROW_SIZES, SPLIT_SIZES, Size, round_up, split_start, splits_to
-from forerun.models.paged import Ints
-from forerun.models.pages import TREE_MARGIN
+from forerun.models.pages import TREE_MARGIN, Ints
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)  # batch sizes that have graphs
 CHAIN_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)  # of draft models

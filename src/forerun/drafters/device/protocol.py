@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
-from forerun.core.offer import Form, Menu
-from forerun.core.types import Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Form, Menu, Needs, Scores, Seq, TreeBatch, Verdict
 
 if TYPE_CHECKING:
     from forerun.models.base import Target

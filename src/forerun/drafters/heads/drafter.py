@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.clock import WALL, Clock
-from forerun.core.offer import Offer
-from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, Needs, Offer, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.heads.base import UNMEASURED, Calibration, Meter, ObservedRows, is_drawn, is_ready, observe_rows
 from forerun.drafters.heads.growth import Drawn, Ranks, Tree, grow_ranked, lay_out
 

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from forerun.core.clock import WALL, Clock
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
-from forerun.core.offer import Offer
-from forerun.core.types import Budget, Needs, Seq, TreeBatch
-from forerun.drafters.base import Drafter, Parts, lone_roots
+from forerun.core.types import Budget, Needs, Offer, Seq, TreeBatch, lone_roots
+from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.heads.base import UNMEASURED, Meter, Sizes, head_dtype, is_ready, wants_sampling
 from forerun.drafters.heads.drafter import PROMPT, RowsDrafter
 from forerun.drafters.heads.eagle_head import (

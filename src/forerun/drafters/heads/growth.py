@@ -20,13 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from forerun.core.noise import DRAFT, draw, uniform
+from forerun.core.request import best_count
 from forerun.core.types import Budget, Draws, Seq, TreeBatch
 from forerun.drafters.heads.base import Calibration
 from forerun.drafters.heads.formats import DraftVocabulary
@@ -157,27 +157,6 @@ class TreeBuilder:
         place = {node: i for i, node in enumerate(kept)}
         parents = [-1, *(place[self.parents[node]] for node in kept[1:])]
         return [self.tokens[node] for node in kept], parents
-
-
-def best_count(survivals: Sequence[float], price: Sequence[float] | None) -> int:
-    """How many nodes, taken in this order, gain most beyond their price.
-
-    price[n] is what a pass over the root and n more nodes costs, in tokens; None = they all cost the same.
-    """
-    if price is None:
-        return len(survivals)
-    best, best_gain, gain = 0, 0.0, price[0]
-    for count, survival in enumerate(survivals[: len(price) - 1], start=1):
-        gain += survival
-        if gain - price[count] > best_gain:
-            best, best_gain = count, gain - price[count]
-    return best
-
-
-@lru_cache(maxsize=16)  # a list holds for many rounds
-def least_step(price: tuple[float, ...]) -> float:
-    """What one more node costs at least, however many there are: one that survives less often never pays."""
-    return max(0.0, min([after - before for before, after in pairwise(price)], default=0.0))
 
 
 def worth_deepening(survivals: Sequence[float], drafted: int, price: Sequence[float], level: float) -> list[int]:

@@ -16,9 +16,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.core.offer import Offer
-from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import BaseDrafter, Parts, chances, committed_tokens, goes_on
+from forerun.core.tree import committed_tokens
+from forerun.core.types import Budget, Offer, Scores, Seq, TreeBatch, Verdict
+from forerun.drafters.base import BaseDrafter, Parts, chances, goes_on
 from forerun.drafters.heads.growth import TreeBuilder
 
 COLUMNS, LEVELS = 5, 3  # of the window: guesses of the trunk, and nodes of a column, its trunk node included
@@ -167,7 +167,7 @@ class LookaheadDrafter(BaseDrafter):
         tree = builder.cut(budget.nodes, budget.price)
         state.nodes = []
         if self._has_room(budget, len(tree[0]) - 1):
-            self._add_window(seq, state, tree, budget)
+            self._add_window(seq, state, tree)
         return tree
 
     def _has_room(self, budget: Budget, used: int) -> bool:
@@ -176,7 +176,7 @@ class LookaheadDrafter(BaseDrafter):
             return False
         return budget.price is None or budget.price[last] - budget.price[used] <= WINDOW_GAIN
 
-    def _add_window(self, seq: Seq, state: _Sequence, tree: Tree, budget: Budget) -> None:
+    def _add_window(self, seq: Seq, state: _Sequence, tree: Tree) -> None:
         """Hang trunk and columns onto the tree; a node that is there already is used."""
         tokens, parents = tree
         if not state.window:  # any tokens will do; the sequence's own are the likeliest to come

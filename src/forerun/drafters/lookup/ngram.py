@@ -24,10 +24,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.core.offer import FREE, Offer
-from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
-from forerun.drafters.heads.growth import TreeBuilder, best_count, least_step
+from forerun.core.request import best_count, least_step
+from forerun.core.tree import committed_tokens
+from forerun.core.types import FREE, Budget, Needs, Offer, Scores, Seq, TreeBatch, Verdict, lone_roots
+from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts
+from forerun.drafters.heads.growth import TreeBuilder
 
 TAIL = 4096  # tokens of the string at least; at twice as many the rest is sorted
 FAR = 4  # tokens of a run that is found before them

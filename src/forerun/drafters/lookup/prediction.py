@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from forerun.core.offer import FREE, Offer
 from forerun.core.params import Forces, Prefix
-from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, committed_tokens, lone_roots
-from forerun.drafters.heads.growth import best_count
+from forerun.core.request import best_count
+from forerun.core.tree import committed_tokens
+from forerun.core.types import FREE, Budget, Needs, Offer, Scores, Seq, TreeBatch, Verdict, lone_roots
+from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter
 from forerun.drafters.lookup.alignment import Alignment
 from forerun.drafters.lookup.ngram import HitRates
 

@@ -26,10 +26,11 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from forerun.core.offer import NEVER, Offer
-from forerun.core.types import CUT, Budget, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import AT_HAND, NEGLIGIBLE, BaseDrafter, Parts, chances, committed_tokens, goes_on
-from forerun.drafters.heads.growth import Candidates, best_count, grow
+from forerun.core.request import best_count
+from forerun.core.tree import committed_tokens
+from forerun.core.types import CUT, NEVER, Budget, Offer, Scores, Seq, TreeBatch, Verdict
+from forerun.drafters.base import AT_HAND, NEGLIGIBLE, BaseDrafter, Parts, chances, goes_on
+from forerun.drafters.heads.growth import Candidates, grow
 from forerun.drafters.model.draft_law import likeliest
 
 BREAK_EVEN = 0.2  # tokens a round that the table must know, beside the target's own

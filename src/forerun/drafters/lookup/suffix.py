@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
-from forerun.core.offer import FREE, Offer
-from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
-from forerun.drafters.heads.growth import BestTree, best_count
+from forerun.core.request import best_count
+from forerun.core.tree import committed_tokens
+from forerun.core.types import FREE, Budget, Needs, Offer, Scores, Seq, TreeBatch, Verdict, lone_roots
+from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts
+from forerun.drafters.heads.growth import BestTree
 from forerun.drafters.lookup.ngram import MatchNeeds
 from forerun.drafters.lookup.suffix_index import (
     ALIKE,

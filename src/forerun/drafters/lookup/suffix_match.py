@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forerun.core.errors import InvalidInput
+from forerun.core.request import best_count
 from forerun.core.types import Seq
 from forerun.drafters.base import NEGLIGIBLE
-from forerun.drafters.heads.growth import BestTree, Candidates, Size, TextTable, Ways, best_count, grow
+from forerun.drafters.heads.growth import BestTree, Candidates, Size, TextTable, Ways, grow
 from forerun.drafters.lookup.suffix_index import (
     ALIKE,
     BREAK,

@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forerun.core.request import least_step
 from forerun.core.types import Budget, Needs, PlainSeq, TreeBatch
 from forerun.drafters.base import AT_HAND
-from forerun.drafters.heads.growth import TextTable, least_step
+from forerun.drafters.heads.growth import TextTable
 from forerun.drafters.model.draft_law import likeliest
 from forerun.models.base import Target
 

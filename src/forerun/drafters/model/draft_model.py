@@ -31,10 +31,9 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.core.noise import DRAFT, Noise, derived_seed, draw, exponential, uniform
-from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams
 from forerun.core.tree import topology_of
-from forerun.core.types import Budget, Laws, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, Laws, Needs, Offer, PlainSeq, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import BaseDrafter, Drafter, Parts
 from forerun.drafters.heads.base import Meter
 from forerun.drafters.heads.growth import lay_out

@@ -31,8 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput
-from forerun.core.offer import NEVER, Offer
-from forerun.core.types import Budget, Needs, PlainSeq, Seq, TreeBatch
+from forerun.core.types import NEVER, Budget, Needs, Offer, PlainSeq, Seq, TreeBatch
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.models.attention import SparseContext
@@ -223,13 +222,13 @@ class SparseKvDrafter(ModelDrafter):
         length = parts.max_length or parts.target.max_length
         draft = shared.partial(LayerSubset(len(shared.layers)), context=context)
         if parts.target.can.captures and not parts.by_host:
-            from forerun.drafters.device.sparse import on_device
+            from forerun.drafters.device.model import sparse_on_device
 
             def by_host() -> Drafter:
                 return cls(draft, parts.target.vocab_size, context)
 
             least = LEAST_LONGER * context.tokens
-            drafter = on_device(parts.target, context, least, by_host, parts.max_batch, length)
+            drafter = sparse_on_device(parts.target, context, least, by_host, parts.max_batch, length)
             if drafter is not None:
                 return drafter
         draft.warm_up(cls.needs, parts.max_batch, length)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from forerun.core.errors import InvalidInput
-from forerun.engine.detokenize import Decodes, Detokenizer
+from forerun.engine.sequence import Decodes, Detokenizer
 from forerun.engine.stats import PARTS
 from forerun.measure.bench.alternate import Contender, Difference, Drafts, Group, Run, agreement
 from forerun.measure.bench.settings import PLAIN

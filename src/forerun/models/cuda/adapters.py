@@ -26,7 +26,7 @@ from forerun.models.adapters import Adapter, parts_of
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.plan import MAX_ROWS, Runs, SentInts
 from forerun.models.layers import pair_up
-from forerun.models.paged import Ints
+from forerun.models.pages import Ints
 
 log = logging.getLogger(__name__)
 

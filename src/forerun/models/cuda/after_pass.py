@@ -20,7 +20,7 @@ from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.network import Buffers, Run
 from forerun.models.cuda.plain_rounds import MOST_ROWS, PlainResults, PlainStep
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Plan, SentInts, Size, padding, round_up
-from forerun.models.paged import PagedKV
+from forerun.models.pages import PagedKV
 
 AT_ONCE = 4096  # numbers that one program moves
 

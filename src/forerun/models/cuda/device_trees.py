@@ -12,6 +12,10 @@ Padding is written to no slot and attends to nothing; its verdict is dropped.
 A node whose token is CUT has its place in the form and nothing else: no slot, so no experts, and it sees no further
 than its root. A walk never enters it, because the target says no such token. Its row of the table of slots holds
 -2 - slot, where a path may move to.
+
+`Placing` says where the rows of a pass go. Behind an unread plain round every sequence is one token longer. Behind
+unread trees only the device knows how much longer: it adds root and path to the lengths that the host sends (for lone
+roots in plain_rounds.py), and the host provides pages for the longest path.
 """
 
 from __future__ import annotations
@@ -25,9 +29,9 @@ import torch
 from torch import Tensor
 
 from forerun.core.tree import trace
-from forerun.core.types import CUT, GreedyWalk, TreeBatch, TreeForm, Verdict, offsets
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Need, Plan, Rows, Size, SizeFor, Span, is_far, splits_at
-from forerun.models.pages import PAGE
+from forerun.core.types import CUT, GreedyWalk, Seq, TreeBatch, TreeForm, Verdict, offsets
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Need, Plan, Root, Rows, Size, SizeFor, Span, is_far, splits_at
+from forerun.models.pages import PAGE, TREE_MARGIN, Extent, PagedKV
 
 TURNS = 2  # outcomes that the host has not read yet, at most
 
@@ -353,3 +357,58 @@ class LastRound:
         self.tokens[:trees, : len(steps)] = torch.where(steps == accepted[:, None], bonus[:, None], found)
         first = torch.arange(trees, device=paths.device)[:, None] * nodes
         self.rows[:trees, : len(steps)] = first + torch.cat((paths.new_zeros(trees, 1), paths.clamp(min=0)), 1)
+
+
+@dataclass(slots=True, eq=False)
+class TreesPass:
+    """A pass over grown trees that was launched."""
+
+    form: TreeForm
+    read: Callable[[], Verdict]  # waits for it
+    verdict: Verdict | None = None  # once it was read
+
+    def decided(self) -> Verdict:
+        if self.verdict is None:
+            self.verdict = self.read()
+        return self.verdict
+
+
+class Placing:
+    """Places of trees and roots, and what the last pass was."""
+
+    def __init__(self, kv: PagedKV, extent_for: Callable[[Seq, int], Extent]) -> None:
+        self.kv, self._extent_for = kv, extent_for
+        self.last: TreesPass | None = None  # the last pass that was launched, if that was over grown trees
+
+    @property
+    def added(self) -> int:
+        """Positions that the last pass adds to a sequence, at most."""
+        return 1 if self.last is None else self.last.form.depth + 1
+
+    def places(self, seqs: Sequence[Seq], follows: Sequence[int] | None, form: TreeForm) -> list[Place]:
+        """Of trees: of each the pages, the length that is known, and the tree or root that it follows."""
+        extents, held = self.kv.extents([seq.id for seq in seqs]), self.kv.pool.held
+        behind = [-1] * len(seqs) if follows is None else follows
+        for seq, extent, tree in zip(seqs, extents, behind, strict=True):
+            nodes = form.nodes + (self.added if tree >= 0 else 0)
+            if nodes > TREE_MARGIN or extent.length + extent.coming + nodes > extent.writable:
+                self._extent_for(seq, nodes)
+        places = zip(extents, behind, strict=True)
+        return [Place(held[one.id], one.length + one.coming, tree) for one, tree in places]
+
+    def roots(self, seqs: Sequence[Seq], tokens: Sequence[int], follows: Sequence[int]) -> list[Root]:
+        """One row per sequence; a token below 0 names a row or a tree of the last pass, -1 the first.
+
+        Behind trees the length is the one before them.
+        """
+        extents, held = self.kv.extents([seq.id for seq in seqs]), self.kv.pool.held
+        known, added = int(self.last is None), self.added
+        lengths = [
+            one.length + one.coming + (known if row >= 0 else 0) for one, row in zip(extents, follows, strict=True)
+        ]
+        for extent, row in zip(extents, follows, strict=True):
+            end = extent.length + extent.coming + (added if row >= 0 else 0) + 1
+            if end > extent.writable:
+                self.kv.grow(extent.id, end)
+        heads = [-1 - row if row >= 0 else token for token, row in zip(tokens, follows, strict=True)]
+        return [(head, held[one.id], at) for head, one, at in zip(heads, extents, lengths, strict=True)]

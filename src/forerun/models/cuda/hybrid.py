@@ -17,8 +17,8 @@ import torch
 from forerun.core.tree import ints_of
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.device_trees import TreesPass
 from forerun.models.cuda.network import StateSteps
-from forerun.models.cuda.plain_rounds import TreesPass
 from forerun.models.cuda.plan import Plan, Span
 from forerun.models.cuda.states import ENDS, Links, Nodes, Place, Trace
 from forerun.models.cuda.target import CudaDecoder

@@ -461,3 +461,21 @@ def shaped(buffer: Tensor, columns: int) -> Tensor:
     if buffer.shape[-1] == columns:
         return buffer
     return buffer.flatten()[: MAX_ROWS * columns].view(MAX_ROWS, columns)
+
+
+def store_of(kv: Tensor, config: DecoderConfig, layer: int) -> Tensor:
+    """[2, Hkv, S, D] the keys and values that a layer reads, in the cache of all [L, 2, Hkv, S, D].
+
+    Where layers differ in size a slot has the rows of all heads side by side: the largest layer's fill it.
+    """
+    own = kv[config.kv_source(layer)]
+    if config.varied is None:
+        return own
+    heads, dim = config.kv_sizes(layer)
+    return torch.unflatten(own[:, 0, :, : heads * dim], -1, (heads, dim)).transpose(1, 2)
+
+
+def written_sizes(config: DecoderConfig, layer: int) -> tuple[int, int]:
+    """KV heads that a layer writes, and numbers of a head."""
+    heads, dim = config.kv_sizes(layer)
+    return (heads if config.varied is None or config.varied.owns[layer] else 0), dim

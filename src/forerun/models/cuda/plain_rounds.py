@@ -6,10 +6,6 @@ In a plain round every tree is its root. The next roots are the argmax of this p
 into the same pass. Sequences that have ended leave their rows unused; rows do not depend on their company, so the
 others stay as they are. A pass whose rows are not used has written keys and values behind what is committed, where
 whatever comes next writes before it reads: all passes run in one stream.
-
-`Placing` says where the rows of a pass go. Behind an unread plain round every sequence is one token longer. Behind
-unread trees only the device knows how much longer: it adds root and path to the lengths that the host sends
-(device_trees.py for trees, `complete_roots` for lone roots), and the host provides pages for the longest path.
 """
 
 from __future__ import annotations
@@ -21,12 +17,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from forerun.core.types import Greedy, Scores, Seq, TreeBatch, TreeForm, Verdict
-from forerun.models.cuda.device_trees import LastRound, Place
+from forerun.core.types import Greedy, Scores, Seq, TreeBatch, Verdict
+from forerun.models.cuda.device_trees import LastRound, Placing, TreesPass
 from forerun.models.cuda.network import Buffers, Run
-from forerun.models.cuda.plan import Plan, Root, Size, SizeFor, Span, plan_pass, splits_at
-from forerun.models.paged import Extent, PagedKV
-from forerun.models.pages import PAGE, TREE_MARGIN
+from forerun.models.cuda.plan import Plan, Size, SizeFor, Span, plan_pass, splits_at
+from forerun.models.pages import PAGE
 
 MOST_ROWS = 256  # sequences of a plain round whose tokens the device finds
 
@@ -117,7 +112,7 @@ class PlainRounds:
         self._last: PlainPass | None = None
 
     def takes(self, trees: TreeBatch) -> bool:
-        return len(trees) <= MOST_ROWS and trees.form is None and trees.is_plain()
+        return len(trees) <= MOST_ROWS and trees.is_plain()
 
     def score(
         self, seqs: Sequence[Seq], trees: TreeBatch, layers: tuple[int, ...], chunks: Sequence[Span]
@@ -177,61 +172,6 @@ class PlainRounds:
             tokens = self.results.read(this.into, len(trees))
             this.verdict = Verdict.of([[]] * len(trees), tokens, self.results.tops.device)
         return this.verdict
-
-
-@dataclass(slots=True, eq=False)
-class TreesPass:
-    """A pass over grown trees that was launched."""
-
-    form: TreeForm
-    read: Callable[[], Verdict]  # waits for it
-    verdict: Verdict | None = None  # once it was read
-
-    def decided(self) -> Verdict:
-        if self.verdict is None:
-            self.verdict = self.read()
-        return self.verdict
-
-
-class Placing:
-    """Places of trees and roots, and what the last pass was."""
-
-    def __init__(self, kv: PagedKV, extent_for: Callable[[Seq, int], Extent]) -> None:
-        self.kv, self._extent_for = kv, extent_for
-        self.last: TreesPass | None = None  # the last pass that was launched, if that was over grown trees
-
-    @property
-    def added(self) -> int:
-        """Positions that the last pass adds to a sequence, at most."""
-        return 1 if self.last is None else self.last.form.depth + 1
-
-    def places(self, seqs: Sequence[Seq], follows: Sequence[int] | None, form: TreeForm) -> list[Place]:
-        """Of trees: of each the pages, the length that is known, and the tree or root that it follows."""
-        extents, held = self.kv.extents([seq.id for seq in seqs]), self.kv.pool.held
-        behind = [-1] * len(seqs) if follows is None else follows
-        for seq, extent, tree in zip(seqs, extents, behind, strict=True):
-            nodes = form.nodes + (self.added if tree >= 0 else 0)
-            if nodes > TREE_MARGIN or extent.length + extent.coming + nodes > extent.writable:
-                self._extent_for(seq, nodes)
-        places = zip(extents, behind, strict=True)
-        return [Place(held[one.id], one.length + one.coming, tree) for one, tree in places]
-
-    def roots(self, seqs: Sequence[Seq], tokens: Sequence[int], follows: Sequence[int]) -> list[Root]:
-        """One row per sequence; a token below 0 names a row or a tree of the last pass, -1 the first.
-
-        Behind trees the length is the one before them.
-        """
-        extents, held = self.kv.extents([seq.id for seq in seqs]), self.kv.pool.held
-        known, added = int(self.last is None), self.added
-        lengths = [
-            one.length + one.coming + (known if row >= 0 else 0) for one, row in zip(extents, follows, strict=True)
-        ]
-        for extent, row in zip(extents, follows, strict=True):
-            end = extent.length + extent.coming + (added if row >= 0 else 0) + 1
-            if end > extent.writable:
-                self.kv.grow(extent.id, end)
-        heads = [-1 - row if row >= 0 else token for token, row in zip(tokens, follows, strict=True)]
-        return [(head, held[one.id], at) for head, one, at in zip(heads, extents, lengths, strict=True)]
 
 
 def complete_roots(ints: Tensor, size: Size, rows: int, last: LastRound) -> None:

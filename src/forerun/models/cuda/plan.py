@@ -22,8 +22,7 @@ from forerun.core.errors import InvalidInput
 from forerun.core.tree import Topology, TreeBatch, chain_of
 from forerun.core.types import LoadedAdapter, Seq, first_rows
 from forerun.models.config import DecoderConfig
-from forerun.models.paged import Ints, slots_of
-from forerun.models.pages import PAGE
+from forerun.models.pages import PAGE, Ints, slots_of
 from forerun.models.slots import Piece
 
 MAX_ROWS = 1024  # rows in one pass; a tree has at most 257

@@ -37,10 +37,10 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import CudaAdapter
 from forerun.models.cuda.after_pass import AfterPass, Sampler
 from forerun.models.cuda.compile.later import LaterCaptures
-from forerun.models.cuda.device_trees import GrownBuffers, plan_grown
+from forerun.models.cuda.device_trees import GrownBuffers, Placing, TreesPass, plan_grown
 from forerun.models.cuda.graphs import Passes, Replays, menu, prompt_rows_for, seconds_of, timed
 from forerun.models.cuda.network import Buffers, Model, Run, has_long_rope
-from forerun.models.cuda.plain_rounds import Placing, PlainRounds, PlainStep, TreesPass
+from forerun.models.cuda.plain_rounds import PlainRounds, PlainStep
 from forerun.models.cuda.plan import (
     MAX_ROWS,
     ROW_SIZES,
@@ -203,7 +203,7 @@ class CudaDecoder(SlotTarget):
         self, seqs: Sequence[Seq], trees: TreeBatch, layers: tuple[int, ...], chunks: Sequence[Span]
     ) -> tuple[Scores, dict[int, Tensor]]:
         """Scores of the trees, and hidden rows of chunks of prompts."""
-        if self.plain.takes(trees):
+        if trees.form is None and self.plain.takes(trees):
             if trees.follows is not None and self.placing.last is not None:  # roots behind trees
                 self.after.move_decided()
                 self.grown.superseded = self.grown.passes

@@ -141,14 +141,6 @@ def interleaved(gate_up: Tensor) -> Tensor:
     return gate_up.view(2, -1, gate_up.shape[1]).transpose(0, 1).reshape(gate_up.shape)
 
 
-def times(rows: Tensor, weight: Weight) -> Tensor:
-    """rows [M, K] by a weight [N, K], in plain torch."""
-    if isinstance(weight, Tensor):
-        return rows @ weight.t()
-    assert isinstance(weight, Packed)
-    return ((rows @ weight.data.to(rows.dtype).t()) * weight.scales).to(rows.dtype)
-
-
 def whole(rows: Tensor) -> Tensor:
     """Rows rounded to whole numbers of two bytes, of the same type."""
     return rows.float().round().clamp(-LARGEST_ROW, LARGEST_ROW).to(rows.dtype)

@@ -20,8 +20,7 @@ from torch import Tensor
 from forerun.models.attention import Span
 from forerun.models.encoder_decoder.layers import NativeLinear
 from forerun.models.native import library as native
-from forerun.models.paged import slots_of
-from forerun.models.pages import PAGE
+from forerun.models.pages import PAGE, slots_of
 
 TILE = 64  # rows of a call on a GPU
 

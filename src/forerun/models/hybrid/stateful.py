@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from forerun.core.types import Seq, TreeBatch, Verdict
-from forerun.models.paged import Extent
-from forerun.models.pages import PAGE, digest_of
+from forerun.models.pages import PAGE, Extent, digest_of
 from forerun.models.slots import Piece, SlotTarget
 
 LayerState = tuple[Any, ...]  # tensors, or places for such; they have `nbytes`

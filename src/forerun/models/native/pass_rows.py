@@ -33,8 +33,7 @@ from forerun.models.attention import Span
 from forerun.models.layers import Rotations, not_numbers
 from forerun.models.native import library as native
 from forerun.models.native.library import Model, Pass, Reach
-from forerun.models.paged import Extent
-from forerun.models.pages import PAGE
+from forerun.models.pages import PAGE, Extent
 
 
 class Rows:

@@ -41,7 +41,6 @@ from forerun.models.native.packing import is_packable, table_of, unpack_rows
 from forerun.models.native.pass_rows import (
     HiddenRows,
     PlainRun,
-    Regimes,
     RotationTables,
     TreePass,
     checked,
@@ -188,8 +187,7 @@ class NativeDecoder(Decoder):
         if isinstance(weights, GgufWeights):
             weights.file.drop_pages()  # what is needed is packed by now
         self._rotations = [Rotations(rope, self.device) for rope in config.ropes]
-        self._tables, self._no_regimes = RotationTables(self._rotations), (0,) * len(config.ropes)
-        self._has_regimes = any(rope.has_regimes for rope in config.ropes)
+        self._tables = RotationTables(self._rotations)
 
     @staticmethod
     def reason_against(config: DecoderConfig) -> str | None:
@@ -202,11 +200,6 @@ class NativeDecoder(Decoder):
             return f"its convolutions read {config.recurrent.kernel} rows, more than {native.MOST_TAPS}"
         dims = {config.kv_sizes(layer)[1] for layer in range(config.layers)}
         return next((f"head_dim={dim} is no multiple of 4" for dim in dims if dim % 4), None)
-
-    def _regimes_of(self, seq: Seq) -> Regimes:
-        if not self._has_regimes:
-            return self._no_regimes
-        return tuple(rope.regime(self._lengths[seq.id]) for rope in self.config.ropes)
 
     def _run(self, given: PassRows, layers: LayerSubset | None = None, rows: Tensor | None = None) -> list[int] | None:
         """One pass, which fills the hidden rows and logits given, and says where each row of these is largest."""

@@ -10,10 +10,9 @@ from pathlib import Path
 from time import process_time, thread_time
 from typing import Any
 
-from forerun.api.async_llm import AsyncLLM
 from forerun.api.calls import as_token_list, make_request
 from forerun.api.completion import Completion
-from forerun.api.llm import LLM
+from forerun.api.llm import LLM, AsyncLLM
 from forerun.core.request import Event
 from forerun.engine.driver import HeadSwap
 from forerun.engine.engine import Engine

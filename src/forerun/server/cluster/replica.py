@@ -127,8 +127,7 @@ class Replica:
         import ray
         from ray import serve
 
-        from forerun.api.async_llm import AsyncLLM
-        from forerun.api.llm import LLM
+        from forerun.api.llm import LLM, AsyncLLM
         from forerun.build.load import load_engine
 
         self._settings = ClusterSettings.from_dict(args)

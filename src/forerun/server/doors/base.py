@@ -14,7 +14,7 @@ from forerun.api.completion import Completion
 from forerun.core.request import Event
 from forerun.server.answers import Answer
 from forerun.server.errors import ApiError
-from forerun.server.parsers.tools import Found, Piece, ToolCall
+from forerun.server.parsers import Found, Piece, ToolCall
 from forerun.server.schemas import DoorRequest, FieldError, Sampling
 
 BlockKind = Literal["reasoning", "content", "call"]

@@ -16,7 +16,7 @@ from forerun.api.completion import Completion
 from forerun.core.request import Pooling
 from forerun.server.answers import Answer
 from forerun.server.errors import ApiError
-from forerun.server.parsers.tools import Found
+from forerun.server.parsers import Found
 from forerun.server.schemas import PRIORITY, Body, CompletionRequest, Name, Texts, Whole, between
 
 MOST_INPUTS = 2048  # as the OpenAI API has it

@@ -25,7 +25,7 @@ from forerun.server.doors.base import (
 )
 from forerun.server.errors import MESSAGES, ApiError
 from forerun.server.generation import speculation_of
-from forerun.server.parsers.tools import Found
+from forerun.server.parsers import Found
 from forerun.server.schemas import TOOLS, Body, Stop, Whole, between
 from forerun.server.sse import as_event
 

@@ -25,7 +25,7 @@ from forerun.server.doors.base import (
 )
 from forerun.server.errors import ApiError
 from forerun.server.generation import speculation_of, usage_of
-from forerun.server.parsers.tools import Found
+from forerun.server.parsers import Found
 from forerun.server.schemas import TOOLS, Body, Effort, Stop, Whole, between
 from forerun.server.sse import as_event
 

@@ -74,11 +74,8 @@ class Grammars:
         Raises where no text can be written: the schema is wrong, has no solution, or is too complex for llguidance.
         """
         params = request.params
-        structure, budget = params.structure, params.max_thinking_tokens
-        if structure is None and budget is None:
-            return request
         law: LawProcessor | None = None
-        if structure is not None:
+        if (structure := params.structure) is not None:
             start = self._matcher(structure)
             law = GrammarLaw(start, partial(self._replaced, structure, start), self._ends)
         law = self._behind_thinking(request, law)

@@ -1,7 +1,7 @@
 """Triton: trees that were grown on the device (before and after their pass), hidden rows and accepted paths.
 
 In torch these are many small operations, which would take 2% of a round of a large model (device_trees.py,
-after_pass.py and models/paged.py have them; the tests compare both). Sizes of forms are no constants of the kernels:
+after_pass.py and models/pages.py have them; the tests compare both). Sizes of forms are no constants of the kernels:
 there are many forms, and one would be compiled for each.
 """
 

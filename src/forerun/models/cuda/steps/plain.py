@@ -11,11 +11,10 @@ from torch import Tensor
 
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import ROWS
-from forerun.models.cuda.network import Buffers, Layer, Model, Run, shaped, turned
+from forerun.models.cuda.network import Buffers, Layer, Model, Run, shaped, store_of, turned, written_sizes
 from forerun.models.cuda.plan import split_start
-from forerun.models.cuda.special import store_of, written_sizes
 from forerun.models.cuda.states import KEEPS, PARENTS, Trace, windows_of
-from forerun.models.cuda.weights import ExpertWeights, Weight, part_of, times
+from forerun.models.cuda.weights import ExpertWeights, Packed, Weight, part_of
 from forerun.models.hybrid.latent import EPS
 from forerun.models.hybrid.mixers import Memory
 from forerun.models.layers import activate, by_expert, clamped_gate, norm_heads_, route, softcap_
@@ -477,3 +476,11 @@ class PlainLatentSteps(PlainExpertSteps):
         found = shaped(self.buffers.found, config.heads * latent.rank)[:rows].view(rows, config.heads, -1)
         given = torch.einsum("mhc,hvc->mhv", found, own.values).flatten(1)
         self._add(times(given, weights.o), weights.after_attention_norm)
+
+
+def times(rows: Tensor, weight: Weight) -> Tensor:
+    """rows [M, K] by a weight [N, K], in plain torch."""
+    if isinstance(weight, Tensor):
+        return rows @ weight.t()
+    assert isinstance(weight, Packed)
+    return ((rows @ weight.data.to(rows.dtype).t()) * weight.scales).to(rows.dtype)

@@ -22,7 +22,7 @@ from forerun.models.cuda.steps.fused import FusedSteps, sized_name
 from forerun.models.cuda.steps.tiles import power_of_two
 from forerun.models.cuda.weights import Weight
 from forerun.models.hybrid.mixers import Memory
-from forerun.models.paged import slots_of
+from forerun.models.pages import slots_of
 
 CHANNELS = 256  # of a convolution in one program
 

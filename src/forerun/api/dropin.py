@@ -37,12 +37,11 @@ from forerun.core.checks import as_items, as_name, as_path, as_real, as_token_id
 from forerun.core.errors import ForerunError, InvalidInput, VocabularyMismatch
 from forerun.core.params import LawProcessor, Prefix, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request
-from forerun.engine.detokenize import Decodes
 from forerun.engine.driver import Driver, Handle
 from forerun.engine.engine import Engine
-from forerun.engine.sequence import SequenceState
+from forerun.engine.sequence import Decodes, SequenceState
 from forerun.heads import open_head
-from forerun.models.hf.target import HFTarget
+from forerun.models.hf import HFTarget
 
 USED = frozenset({
     "max_new_tokens", "max_length", "min_new_tokens", "min_length", "do_sample", "temperature", "top_k",

@@ -1,1 +1,0 @@
-"""Any causal language model of transformers as a target."""
