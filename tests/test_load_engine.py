@@ -16,7 +16,7 @@ from forerun.build.load import collect_garbage, drafting_of
 from forerun.core.errors import InvalidInput
 from forerun.core.params import EngineConfig
 from forerun.heads import BOX
-from forerun.models.kv_budget import usual_batch
+from forerun.models.slots import usual_batch
 from forerun.server.backends.start import load_llm
 from forerun.testing import TableLM
 

@@ -13,7 +13,7 @@ import torch
 from forerun import LLM
 from forerun.build.memory_limit import as_out_of_memory
 from forerun.core.errors import OutOfMemory
-from forerun.models.kv_budget import free_memory
+from forerun.models.slots import free_memory
 from tests.models.tiny_gguf import write_tiny
 
 

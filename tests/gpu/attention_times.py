@@ -26,8 +26,8 @@ from forerun.models.cuda.plan import MAX_ROWS, Plan, Size, Span, nodes_per_group
 from forerun.models.cuda.steps.plain import in_bytes
 from forerun.models.cuda.steps.tiles import Sharing, power_of_two, tiled_sharing
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.kv_budget import KV_DTYPES
 from forerun.models.pages import PAGE
+from forerun.models.slots import KV_DTYPES
 from forerun.testing import FakeSeq
 from forerun.verify.greedy import device_walk
 from lab.gpu.command import SHAPES

@@ -19,8 +19,8 @@ from forerun.models.cuda.plan import Span, plan_pass
 from forerun.models.cuda.steps.plain import from_bytes, in_bytes
 from forerun.models.cuda.steps.tiles import Sharing
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.kv_budget import KV_DTYPES, slot_bytes
 from forerun.models.pages import PAGE
+from forerun.models.slots import KV_DTYPES, slot_bytes
 from forerun.testing import FakeSeq
 from tests.gpu.test_attention import (
     HEADS,

@@ -16,7 +16,7 @@ from forerun.models.cuda.pool import make_steps
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.families import FAMILIES
-from forerun.models.kv_budget import KV_DTYPES
+from forerun.models.slots import KV_DTYPES
 from forerun.verify.greedy import device_walk
 from forerun.verify.sampled import SampledTokens
 

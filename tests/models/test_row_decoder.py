@@ -25,11 +25,11 @@ from forerun.models.decoder import Decoder
 from forerun.models.hybrid import latent as latent_module
 from forerun.models.hybrid import rows as rows_module
 from forerun.models.hybrid.target import RowDecoder
-from forerun.models.kv_budget import slot_bytes
 from forerun.models.load.shapes import expected_shapes
 from forerun.models.native import library as native
 from forerun.models.native.target import NativeDecoder
 from forerun.models.pages import PAGE
+from forerun.models.slots import slot_bytes
 from forerun.testing import FakeSeq, check_target, path_to, random_tree, tree_of
 from tests.models import tiny_checkpoints
 from tests.models.test_hybrid import fresh, play, text

@@ -16,9 +16,9 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, Request, TreeBatch
 from forerun.models import decoder as decoder_module
 from forerun.models.config import DecoderConfig
-from forerun.models.kv_budget import reason_against, slot_bytes
 from forerun.models.native.target import NativeDecoder
 from forerun.models.pages import PAGE
+from forerun.models.slots import reason_against, slot_bytes
 from forerun.testing import FakeSeq, path_to, random_tree, tree_of
 from tests.engine.test_prefix import llama
 from tests.models.tiny_checkpoints import FAMILIES, LATENT, SIZED, VOCAB, make_reference, save

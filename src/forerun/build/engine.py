@@ -35,9 +35,9 @@ from forerun.heads import carries_mtp, open_head, with_head
 from forerun.models.adapters import AdapterPool, own_head
 from forerun.models.base import Target
 from forerun.models.config import DecoderConfig
-from forerun.models.kv_budget import KV_DTYPES, allowed_bytes, reason_against, usual_batch
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.tokenizer import opening_of
+from forerun.models.slots import KV_DTYPES, allowed_bytes, reason_against, usual_batch
 from forerun.verify.decide import VerifierPool
 from forerun.verify.grammar.compiled import Grammars
 

@@ -177,7 +177,7 @@ def _cache() -> Finding:
 
 def _kv_cache() -> Finding:
     try:
-        torch, budget = import_module("torch"), import_module("forerun.models.kv_budget")
+        torch, budget = import_module("torch"), import_module("forerun.models.slots")
     except Exception as error:  # torch does not load
         return Finding("KV cache", f"cannot be tried ({error})", ok=False, needed=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -355,7 +355,7 @@ def slots_of(pages: Sequence[int], first: int, end: int) -> list[int]:
 class PagedKV:
     """Keys and values of all sequences: `data` [L, 2, Hkv, S, D], keys at 0 and values at 1, or one row that is both.
 
-    A row of D numbers is copied as a whole: what else it holds (kv_budget.row_numbers) is of no concern here. `scales`
+    A row of D numbers is copied as a whole: what else it holds (slots.row_numbers) is of no concern here. `scales`
     [L, 2, Hkv, S] are those of rows of 8 bits that lie apart from them.
     """
 

@@ -20,9 +20,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from forerun.core.clock import WALL, Clock
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
-from forerun.core.types import Budget, Needs, Offer, Seq, TreeBatch, lone_roots
+from forerun.core.types import WALL, Budget, Clock, Needs, Offer, Seq, TreeBatch, lone_roots
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.heads.base import UNMEASURED, Meter, Sizes, head_dtype, is_ready, wants_sampling
 from forerun.drafters.heads.drafter import PROMPT, RowsDrafter

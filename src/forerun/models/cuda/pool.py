@@ -20,8 +20,8 @@ from forerun.models.cuda.steps.plain import (
     PlainSteps,
 )
 from forerun.models.cuda.weights import WeightKind
-from forerun.models.kv_budget import allowed_bytes, slot_bytes
 from forerun.models.pages import TREE_MARGIN
+from forerun.models.slots import allowed_bytes, slot_bytes
 
 POOL_SEQUENCES = 16  # sequences of full length that the pool need not exceed
 Kind = Literal["auto", "triton", "torch"]

@@ -21,8 +21,8 @@ from forerun.core.errors import InvalidInput
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.plan import MAX_ROWS, SentInts
 from forerun.models.hybrid.stateful import KEPT_BYTES, LayerState
-from forerun.models.kv_budget import free_memory
 from forerun.models.pages import Ints
+from forerun.models.slots import free_memory
 
 MOST_PLACES, FEWEST_PLACES = 2048, 16
 SHARE = 8  # of free memory

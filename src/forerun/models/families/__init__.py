@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from forerun.models.families.dense import DENSE
-from forerun.models.families.experts import EXPERTS
-from forerun.models.families.family import BEFORE, COMMON, Family, Norms, RecurrentKind, rotates
-from forerun.models.families.special import SPECIAL
+from forerun.models.families.dense import BEFORE, COMMON, DENSE, Family, Norms, RecurrentKind, rotates
+from forerun.models.families.special import EXPERTS, SPECIAL
 
 __all__ = ["BEFORE", "COMMON", "FAMILIES", "WRAPPED", "Family", "Norms", "RecurrentKind", "Wrapped", "rotates"]
 

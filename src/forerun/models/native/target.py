@@ -31,7 +31,6 @@ from forerun.models.attention import PassRows, Span
 from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.kv_budget import KV_DTYPES
 from forerun.models.layers import Rotations, unpair
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights, Weights
@@ -49,7 +48,7 @@ from forerun.models.native.pass_rows import (
 )
 from forerun.models.native.weights import Mode, NativeReader, some_layers
 from forerun.models.partial import PartialTarget
-from forerun.models.slots import SlotTarget
+from forerun.models.slots import KV_DTYPES, SlotTarget
 
 _LANES, _RANKS, _OUTPUTS = 16, 4, 32  # as forerun.h has them
 _ORDER = ("q", "k", "v", "o", "gate", "up", "down")  # as fr_adapter_layer has them

@@ -28,10 +28,10 @@ from forerun.core.checks import as_memory
 from forerun.core.errors import InvalidInput, ModelError, UnsupportedModel, brief
 from forerun.core.params import EngineConfig
 from forerun.models.config import DecoderConfig, supports
-from forerun.models.kv_budget import allowed_bytes
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.load.shapes import check_shapes
 from forerun.models.parallel.decoder import DTYPES, Backend, Group, ParallelFollower, ParallelTarget, Part, check_split
+from forerun.models.slots import allowed_bytes
 
 log = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that a worker has to end by itself

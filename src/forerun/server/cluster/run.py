@@ -18,7 +18,7 @@ from forerun import __version__
 from forerun.build.load import drafting_of
 from forerun.core import registry
 from forerun.core.errors import InvalidInput, MissingDependency
-from forerun.models.kv_budget import usual_batch
+from forerun.models.slots import usual_batch
 from forerun.server.settings import APPLICATION, FRONT, REPLICA, ClusterSettings
 
 log = logging.getLogger(__name__)
