@@ -110,7 +110,7 @@ def test_library_and_server_have_one_rule_and_say_what_it_gives(caplog: pytest.L
     finally:
         torch.set_num_threads(threads)
     assert engine.max_batch == 20
-    said = [record.getMessage() for record in caplog.records if "together" in record.getMessage()]
-    assert said == ["up to 20 sequences are written together (max_batch): 4 per CPU thread (threads: 5)"]
+    said = [record.getMessage() for record in caplog.records if "max_batch" in record.getMessage()]
+    assert said == ["at most 20 sequences in a batch (max_batch): 4 per CPU thread (threads: 5)"]
     assert make_engine(TableLM(vocab_size=9), frozenset(), None, EngineConfig(max_batch=3)).max_batch == 3
     assert EngineConfig.from_dict({"max_num_seqs": None}).max_batch is None

@@ -38,10 +38,15 @@ _ORDINARY: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4,
     "num_attention_heads": 16, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts": 8,
     "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024,
+    "n_routed_experts": 64,
 }  # fmt: skip
+_MORE = {family: {"residual_multiplier": 0.22} for family in ("granitemoe", "granitemoeshared")}  # all have it
 
 _REFUSED: dict[str, dict[str, Any]] = {  # what checkpoints of a family may have that is not there yet
-    "nemotron_h": {"hybrid_override_pattern": "ME*E", "moe_latent_size": 1024}
+    "nemotron_h": {"hybrid_override_pattern": "ME*E", "moe_latent_size": 1024},
+    "olmoe": {"clip_qkv": 8.0},
+    "lfm2_moe": {"use_expert_bias": False},
+    "ernie4_5_moe": {"use_bias": True},
 }
 
 
@@ -58,11 +63,12 @@ def families() -> str:
         ([f"`{family}`", *_kernels_of(family), YES] for family in FAMILIES),
     )
     wrapped = ", ".join(f"`{outer}` as `{part.family}`" for outer, part in WRAPPED.items())
-    return f"{rows}\n\n{_reasons()}\n\nOf models that read pictures too, the language part runs: {wrapped}."
+    vision = f"Of vision models the language part runs, and requests with images are refused: {wrapped}."
+    return f"{rows}\n\n{_reasons()}\n\n{vision}"
 
 
 def _ordinary(family: str) -> DecoderConfig:
-    return DecoderConfig.from_hf({"model_type": family, **_ORDINARY})
+    return DecoderConfig.from_hf({"model_type": family, **_ORDINARY, **_MORE.get(family, {})})
 
 
 def _kernels_of(family: str) -> Iterator[str]:
@@ -73,7 +79,9 @@ def _kernels_of(family: str) -> Iterator[str]:
 
 
 def _parts_in_triton(config: DecoderConfig) -> str:
-    """Of a decoder in torch that works row by row."""
+    """Of a decoder in torch that works row by row; the other one has none."""
+    if config.special is None:
+        return NO
     mixers: dict[RecurrentKind, type] = {"short_conv": ShortConv, "delta_net": DeltaNet, "mamba2": Mamba2}
     parts = ["attention"] if config.latent is None else []
     if config.recurrent is not None and issubclass(mixers[config.recurrent.kind], Memory):
@@ -84,22 +92,22 @@ def _parts_in_triton(config: DecoderConfig) -> str:
 def _reasons() -> str:
     """Why a column is not all yes, and what no kernel of the Triton decoder has."""
     lines = list[str]()
-    for column, of in (("C kernels", NativeDecoder.reason_against), ("Triton kernels for all of it", reason_against)):
+    for column, of in (("the C kernels", NativeDecoder.reason_against), ("the Triton kernels alone", reason_against)):
         reasons = dict[str, list[str]]()
         for family in FAMILIES:
             if (reason := of(_ordinary(family))) is not None:
                 reasons.setdefault(reason.removeprefix("it has ").removeprefix("no kernels for "), []).append(family)
         why = (f"{', '.join(f'`{name}`' for name in names)} ({reason})" for reason, names in reasons.items())
-        lines.append(f"Without {column}: {'; '.join(why) or 'none'}.")
+        lines.append(f"- Not run by {column}: {'; '.join(why) or 'none'}.")
     without = dict[str, list[str]]()
     for family in FAMILIES:
         if FAMILIES[family].gguf is None:
-            without.setdefault(_ordinary(family).special or "their names are not described", []).append(family)
+            without.setdefault(_ordinary(family).special or "its tensor names are not mapped", []).append(family)
     why = (f"{', '.join(f'`{name}`' for name in names)} ({reason})" for reason, names in without.items())
-    lines.append(f"Not read from GGUF: {'; '.join(why)}.")
-    lines.append(f"Refused, or left to transformers: {'; '.join(map(_refusal, _REFUSED))}.")
+    lines.append(f"- Not read from GGUF: {'; '.join(why)}.")
+    lines.append(f"- Left to transformers: {'; '.join(map(_refusal, _REFUSED))}.")
     lacking = [name for name in _ordinary("llama").parts if name not in HAS]
-    lines.append(f"No Triton kernel has: {', '.join(lacking)}. Such a model runs in torch on a GPU.")
+    lines.append(f"- Not in the Triton kernels: {', '.join(lacking)}. Such a model runs in torch on a GPU.")
     return "\n".join(lines)
 
 

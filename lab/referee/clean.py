@@ -100,8 +100,8 @@ def tables(raw: dict[str, Any]) -> dict[str, Any]:
             passed = sum(one["status"] == "pass" for each in some for one in each["checks"]) / len(some)
             rows.append({"kind": f"real: our engine, {drafter}", "runs": len(some), "checks": round(passed, 1),
                          "tokens": tokens, "failed": failed})  # fmt: skip
-    columns = {"kind": ["clean runs"], "runs": ["runs", ",d"], "checks": ["checks a run", ".0f"],
-               "tokens": ["tokens a run, about", ",d"],
+    columns = {"kind": ["correct engines"], "runs": ["runs", ",d"], "checks": ["checks per run", ".0f"],
+               "tokens": ["tokens per run, about", ",d"],
                "failed": ["failed", "d"]}  # fmt: skip
     found = {"clean": {"columns": columns, "rows": rows}} if rows else {}
     return found | ({"planted": _bugs(raw)} if raw["planted"] else {})
@@ -109,7 +109,7 @@ def tables(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _bugs(raw: dict[str, Any]) -> dict[str, Any]:
     columns = {"bug": ["planted bug"], "check": ["check"], "runs": ["runs", "d"], "missed": ["missed", "d"],
-               "most": ["most tokens it took", ",d"], "has": ["tokens the check has", ",d"]}  # fmt: skip
+               "most": ["most tokens needed", ",d"], "has": ["tokens of the check", ",d"]}  # fmt: skip
     rows = [
         {
             "bug": f"`{bug}`", "check": f"`{runs[0]['check']}`", "runs": len(runs),

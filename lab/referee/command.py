@@ -67,7 +67,7 @@ def tables(raw: Sequence[Report]) -> dict[str, Any]:
         "runs": {
             "columns": {
                 "engine": ["engine"], "passed": ["passed", "d"], "failed": ["failed"], "skipped": ["skipped", "d"],
-                "tokens": ["tokens", ",d"], "bias": ["bias that would show", ".1f%"], "started": ["started with"],
+                "tokens": ["tokens", ",d"], "bias": ["smallest bias found", ".1f%"], "started": ["started with"],
                 "command": ["command"],
             },
             "rows": [_run(each) for each in raw],

@@ -72,7 +72,11 @@ def test_negative_control_what_is_not_there_is_not_found() -> None:
 
 
 def test_a_budget_is_explained_field_by_field() -> None:
-    said = prose(ROOT / "docs" / "how-it-works.md").partition("A `Budget` is")[2].partition("\n\n")[0]
+    said = (
+        prose(ROOT / "docs" / "how-it-works.md")
+        .partition("gives every sequence a `Budget`")[2]
+        .partition("\nPrices")[0]
+    )
     assert [field.name for field in fields(Budget) if f"`{field.name}`" not in said] == []
 
 

@@ -57,7 +57,7 @@ if [ "$what" = tests ]; then
     check states tests/gpu/test_hybrid_bits.py -m gpu -k "not False" &
     check walks tests/gpu/test_hybrid_bits.py -m gpu -k "False or captured" &
     check sized tests/gpu/test_bits.py tests/gpu/test_target.py tests/gpu/test_attention.py -m gpu \
-        -k "gemma4 or longrope or side_by_side" &
+        -k "gemma4 or longrope or exaone4 or side_by_side" &
     # kernels of adapters are compiled for every shape and number of rows
     check adapters tests/gpu/test_adapters.py tests/gpu/test_adapter_heads.py -m gpu -k "not company" &
     check company tests/gpu/test_adapters.py -m gpu -k company &

@@ -31,13 +31,14 @@ from tests.gpu.test_plain_rounds import _engine, _requests, _write
 from tests.gpu.tiny import VOCAB, fused_on_a_cpu, need_cuda, where_kernels_run
 from tests.models.tiny_checkpoints import make_reference, reference_logits
 
-KINDS = ["lfm2", "qwen3_next", "qwen3_5", "granite4"]
+KINDS = ["lfm2", "qwen3_next", "qwen3_5", "granite4", "lfm2_moe"]
 SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 TOLERANCE = 2e-3  # of logits that a wrong state moves by several
 MORE: dict[str, dict[str, Any]] = {
     "qwen3_next": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     "qwen3_5": {"attention_bias": False},
     "granite4": {"shared_intermediate_size": 32},
+    "lfm2_moe": {"moe_intermediate_size": 32, "num_dense_layers": 2, "num_experts": 8},
 }
 _known: dict[str, tuple[Any, DecoderConfig, dict[str, Tensor]]] = {}
 

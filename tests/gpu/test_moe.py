@@ -18,13 +18,14 @@ from forerun.build.engine import make_engine
 from forerun.core.errors import UnsupportedModel
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, Request, TreeBatch
-from forerun.models.config import DecoderConfig, MoeConfig
+from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Run, check_supported
 from forerun.models.cuda.plan import Size
 from forerun.models.cuda.pool import make_steps
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import Fours, WeightKind, pack, pack_fours, times
 from forerun.models.layers import clamped_gate, route
+from forerun.models.moe import MoeConfig
 from forerun.testing import FakeSeq, check_target, path_to, random_tree
 from forerun.verify.greedy import device_walk
 from tests.exactness.harness import run
@@ -75,6 +76,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "glm4_moe_lite", "hidden_size": 256, "num_attention_heads": 96, "q_lora_rank": 64,
         "mlp_layer_types": ["sparse", "dense", "sparse"],
         **_LATENT, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_key_value_heads": 96,
+    },
+    "zz-minimax_m2": {  # queries and keys are normed over all heads, a part of each rotates; no expert is shared
+        "model_type": "minimax_m2", "num_local_experts": 24, "num_experts_per_tok": 4, "intermediate_size": 48,
+        "rotary_dim": 8,
     },
     "large": {  # tiles of 64 outputs
         "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 1024,

@@ -5,8 +5,9 @@ import torch
 
 from forerun.core.errors import InvalidInput, UnsupportedModel
 from forerun.core.types import Needs, TreeBatch
-from forerun.models.config import DecoderConfig, MoeConfig
+from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import check_supported
+from forerun.models.moe import MoeConfig
 from forerun.testing import FakeSeq, check_target
 from tests.gpu.tiny import (
     SHAPES,

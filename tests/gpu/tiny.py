@@ -159,6 +159,8 @@ SHAPES["zz-longrope"] = {
         "rope_theta": 10_000.0,
     },
 }
+# norms behind each part and of each head, layers without positions
+SHAPES["zz-nope-exaone4"] = {"model_type": "exaone4", "sliding_window": 9, "sliding_window_pattern": 2}
 # these differ from the others in the tiles of kernels alone: the plain steps have none, and take seconds for them
 WIDE = (
     "xl-context",

@@ -11,12 +11,17 @@ import torch
 from torch import Tensor
 
 from forerun.models.config import DecoderConfig
+from forerun.models.families import FAMILIES
 from tests.models.tiny_gguf import gguf
 
 ARCHITECTURES = {
     "lfm2": "LFM2", "qwen3_next": "QWEN3NEXT", "qwen3_5_text": "QWEN35", "qwen3_5_moe_text": "QWEN35MOE",
     "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H", "deepseek_v2": "DEEPSEEK2",
     "deepseek_v3": "DEEPSEEK2", "glm4_moe_lite": "DEEPSEEK2", "glm4_moe": "GLM4_MOE", "gemma4_text": "GEMMA4",
+    "lfm2_moe": "LFM2MOE", "minimax_m2": "MINIMAXM2", "dots1": "DOTS1", "exaone_moe": "EXAONE_MOE", "olmoe": "OLMOE",
+    "granitemoe": "GRANITE_MOE", "granitemoeshared": "GRANITE_MOE", "arcee": "ARCEE", "ministral3": "MISTRAL3",
+    "gemma": "GEMMA", "seed_oss": "SEED_OSS", "ernie4_5": "ERNIE4_5", "exaone4": "EXAONE4",
+    "glm4": "GLM4",
 }  # fmt: skip
 KEYS = {
     "final_logit_softcapping": "final_logit_softcapping", "embedding_multiplier": "embedding_scale",
@@ -65,7 +70,7 @@ def keys_of(config: dict[str, Any], parsed: DecoderConfig) -> dict[str, Any]:
         "block_count": parsed.layers,
         "context_length": parsed.max_length,
         "embedding_length": parsed.width,
-        "feed_forward_length": config["moe_intermediate_size"] if parsed.inner == 0 else parsed.inner,
+        "feed_forward_length": parsed.moe.inner if parsed.inner == 0 and parsed.moe else parsed.inner,
         "attention.head_count": parsed.heads,
         "attention.head_count_kv": parsed.kv_heads,
         "attention.key_length": parsed.head_dim,
@@ -79,7 +84,8 @@ def keys_of(config: dict[str, Any], parsed: DecoderConfig) -> dict[str, Any]:
         found |= {"rope.scaling.yarn_beta_fast": float(rope.betas[0])}
     if parsed.moe is not None:
         found |= {"expert_count": parsed.moe.experts, "expert_used_count": parsed.moe.per_token}
-        found |= {"expert_feed_forward_length": parsed.moe.inner}
+        if config["model_type"] not in ("olmoe", "granitemoe", "granitemoeshared"):
+            found |= {"expert_feed_forward_length": parsed.moe.inner}
     if (parsed.moe is not None and parsed.moe.sigmoid) or config["model_type"] == "deepseek_v2":
         found |= sigmoid_keys(config)
     if parsed.moe is not None and states is not None and states.mlp_alone:
@@ -99,17 +105,26 @@ def keys_of(config: dict[str, Any], parsed: DecoderConfig) -> dict[str, Any]:
         found |= {"rope.scaling.finetuned": config.get("position_embedding_type") == "rope"}
         found |= {"feed_forward_length": config["intermediate_size"]}
         found |= {"expert_shared_feed_forward_length": config["shared_intermediate_size"]}
+    if config["model_type"] == "granitemoeshared":
+        found |= {"expert_shared_feed_forward_length": config["shared_intermediate_size"]}
+    if config["model_type"] in ("exaone4", "exaone_moe"):
+        slides = [window is not None for window in parsed.windows]
+        found |= {"attention.sliding_window": config["sliding_window"], "attention.sliding_window_pattern": slides}
+    if beta := config.get("rope_parameters", {}).get("llama_4_scaling_beta"):
+        found |= {"attention.temperature_scale": beta}
+        found |= {"rope.scaling.yarn_log_multiplier": config["rope_parameters"]["mscale_all_dim"]}
     return found | (varied_keys(config, parsed) if parsed.varied is not None else {})
 
 
 def sigmoid_keys(config: dict[str, Any]) -> dict[str, Any]:
-    sigmoid = config["model_type"] != "deepseek_v2"
+    sigmoid, scale = config["model_type"] != "deepseek_v2", config.get("routed_scaling_factor")
+    said = sigmoid and config["model_type"] not in ("minimax_m2", "lfm2_moe")
     return {
-        "expert_shared_count": config["n_shared_experts"],
-        "leading_dense_block_count": config.get("first_k_dense_replace", 0),
+        "expert_shared_count": config.get("n_shared_experts", config.get("num_shared_experts")),
+        "leading_dense_block_count": config.get("first_k_dense_replace", config.get("num_dense_layers", 0)),
         "feed_forward_length": config["intermediate_size"],
-        "expert_weights_scale": float(config["routed_scaling_factor"]),
-        "expert_weights_norm": bool(config["norm_topk_prob"]) if sigmoid else None,
+        "expert_weights_scale": None if scale is None else float(scale),
+        "expert_weights_norm": bool(config["norm_topk_prob"]) if said else None,
         "expert_gating_func": 2 if sigmoid else 1,
         "expert_group_count": config.get("n_group"),
         "expert_group_used_count": config.get("topk_group"),
@@ -164,6 +179,8 @@ def converted(
         at, end = stem.split(".experts.")
         count = sum(key.startswith(f"{at}.experts.") and key.endswith(end) for key in weights)
         parts += [weights[f"{at}.experts.{i}.{end}"] for i in range(count)]
+        if ".feed_forward." in stem:  # LFM2's
+            stem = stem.removeprefix("model.")
         yield stem.replace("backbone.", "model.").replace(".mixer.", ".mlp."), torch.stack(parts)
     for key, weight in weights.items():
         if ".experts." not in key or not key.rpartition(".experts.")[2][0].isdigit():
@@ -182,9 +199,9 @@ def converted_weight(
     layer = f"blk.{key.split('.layers.')[1].split('.')[0]}" if ".layers." in key else ""
     if parsed.norm_offset and key.endswith("norm.weight") and not key.endswith("linear_attn.norm.weight"):
         weight = weight + 1
-    if family == "granitemoehybrid" and key.endswith(("q_proj.weight", "k_proj.weight")):
+    if FAMILIES[family].gguf_interleaves and "self_attn" in key and key.split(".")[-2] in ("q_proj", "k_proj"):
         heads = parsed.heads if "q_proj" in key else parsed.kv_heads
-        weight = weight.view(heads, 2, -1, parsed.width).transpose(1, 2).reshape(weight.shape)
+        weight = weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
     if family.startswith("qwen3_5") and "linear_attn." in key:
         weight = in_turns(config, key, weight)
     if key.endswith((".A_log", ".D")):
@@ -224,7 +241,7 @@ def converted_weight(
     elif key.endswith(("output_linear.weight", "experts.down_proj")):
         end = "" if config.get("num_local_experts") == 0 else "_shexp" if "shared_mlp" in key else "_exps"
         yield f"{layer}.ffn_down{end}.weight", weight
-    elif key.endswith("e_score_correction_bias"):
+    elif key.endswith(("e_score_correction_bias", "expert_bias")):
         yield f"{layer}.exp_probs_b.bias", weight
     elif key.endswith("layer_scalar"):
         yield f"{layer}.layer_output_scale.weight", weight

@@ -16,6 +16,7 @@ from forerun.testing import FakeSeq, extend, path_to, random_tree, random_verdic
 from tests.models.tiny_checkpoints import (
     FAMILIES,
     VOCAB,
+    in_tiers,
     make_decoder,
     make_reference,
     reference_logits,
@@ -31,7 +32,7 @@ def _text(seed: int, length: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(length)]
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=in_tiers(sorted(FAMILIES)))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Decoder]:
     model = make_reference(request.param)
     return model, make_decoder(*save(model, tmp_path_factory.mktemp("checkpoint")))

@@ -78,6 +78,37 @@ def test_gemma_leaves_most_of_it_out() -> None:
     assert config.max_length == 131072
 
 
+def test_relatives_mean_what_they_leave_out() -> None:
+    def read(model_type: str, **values: Any) -> DecoderConfig:
+        plain = {key: SMOLLM2[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
+        return DecoderConfig.from_hf({**plain, "model_type": model_type, "num_hidden_layers": 6, **values})
+
+    heads = {"num_attention_heads": 32}
+    cwm = read("cwm", **heads)
+    assert cwm.windows == (None, 8192, 8192, 8192, None, 8192)
+    assert [(rope.kind, rope.factor, rope.theta) for rope in cwm.ropes] == [("llama3", 16.0, 1e6)]
+    assert read("gemma", hidden_act="gelu").activation == "gelu_tanh"  # the first files
+    ministral3 = read("ministral3", **heads)
+    assert (ministral3.ropes[0].kind, ministral3.max_length, ministral3.windows) == ("yarn", 16384, (None,) * 6)
+    assert read("ministral", **heads).windows == (4096,) * 6
+    exaone = read(
+        "exaone4", sliding_window_pattern="LLLG", layer_types=["sliding_attention", "full_attention"] * 3, **heads
+    )
+    assert exaone.layer_ropes == (0, None) * 3
+    assert read("exaone4", sliding_window=None, **heads).layer_ropes == (0,) * 6
+    minimax = read("minimax_m2", head_dim=128, rotary_dim=64, **heads)
+    assert (minimax.ropes[0].dims, minimax.ropes[0].theta) == (64, 5e6)
+    assert read("minimax_m2", head_dim=128, **heads).ropes[0].dims == 128
+    ernie = read("ernie4_5_moe", moe_layer_start_index=1, moe_layer_end_index=8, moe_layer_interval=2, **heads)
+    assert ernie.sparse == (False, True, False, True, False, True)
+    assert read("ernie4_5_moe", moe_layer_start_index=3, moe_layer_end_index=4, **heads).sparse.count(True) == 2
+    lfm2 = read("lfm2_moe", layer_types=["conv", "full_attention"] * 3, moe_intermediate_size=64, **heads)
+    assert lfm2.sparse == (False, False, True, True, True, True)
+    shared = read("granitemoeshared", num_local_experts=4, num_experts_per_tok=2, **heads)
+    assert shared.moe is not None
+    assert shared.moe.shared_inner is None
+
+
 def test_windows_follow_each_family() -> None:
     def windows(**values: Any) -> tuple[int | None, ...]:
         return DecoderConfig.from_hf({**SMOLLM2, "num_hidden_layers": 4, **values}).windows
@@ -106,6 +137,13 @@ def test_windows_follow_each_family() -> None:
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
         ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, "layer_types"),
         ({"model_type": "qwen3_moe", "num_experts": 8}, "num_experts_per_tok"),
+        ({"model_type": "olmoe", "num_experts": 8, "clip_qkv": 8.0}, "clip_qkv=8.0 of olmoe: only None is supported"),
+        ({"model_type": "lfm2_moe", "use_expert_bias": False}, "use_expert_bias=False of lfm2_moe"),
+        ({"model_type": "ernie4_5_moe", "use_bias": True}, "use_bias=True of ernie4_5_moe"),
+        ({"model_type": "ernie4_5_moe", "moe_norm_min": 0.5}, "moe_norm_min=0.5 of ernie4_5_moe"),
+        ({"model_type": "minimax_m2", "scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act='silu'"),
+        ({"model_type": "hunyuan_v1_dense"}, "model_type='hunyuan_v1_dense'"),
     ],
 )
 def test_what_we_cannot_run_is_said(change: dict[str, Any], said: str) -> None:

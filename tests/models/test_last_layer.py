@@ -13,7 +13,7 @@ from forerun.models.blocks import Block
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.testing import FakeSeq
-from tests.models.tiny_checkpoints import FAMILIES, make_reference, save
+from tests.models.tiny_checkpoints import FAMILIES, in_tiers, make_reference, save
 
 
 class Noting(Decoder):
@@ -33,7 +33,7 @@ def _cache(target: Decoder, seqs: list[FakeSeq]) -> Tensor:
     return target.kv.data[:, :, :, [slot for one in extents for slot in one.slots(0, one.length)]]
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", in_tiers(sorted(FAMILIES)))
 def test_prompts_read_with_and_without_have_the_same_bits(family: str, tmp_path: Path) -> None:
     """Two prompts in one pass, and a third beside a tree, where the last layer is run for all rows."""
     config, weights = save(make_reference(family), tmp_path)

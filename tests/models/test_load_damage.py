@@ -20,7 +20,7 @@ from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.shapes import expected_shapes
 from forerun.models.load.tokenizer import tokenizer_from_folder
 from tests.models.test_decoder_config import SMOLLM2
-from tests.models.tiny_checkpoints import FAMILIES, make_reference, save
+from tests.models.tiny_checkpoints import FAMILIES, in_tiers, make_reference, save
 from tests.models.tiny_gguf import VOCAB, WIDTH, write_tiny
 
 
@@ -50,7 +50,7 @@ def _counting(make: Any, largest: list[int]) -> Any:
     return made
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", in_tiers(sorted(FAMILIES)))
 def test_every_family_has_the_shapes_that_are_checked(name: str, tmp_path: Path) -> None:
     save(make_reference(name), tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))

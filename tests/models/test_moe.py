@@ -12,12 +12,13 @@ from forerun.build.engine import make_engine
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.models.base import Target
-from forerun.models.config import DecoderConfig, MoeConfig
+from forerun.models.config import DecoderConfig
 from forerun.models.layers import Experts, gate, mix, route
+from forerun.models.moe import MoeConfig
 from forerun.models.native import library as native_library
 from forerun.models.native.target import NativeDecoder
 from tests.exactness.harness import run
-from tests.models.tiny_checkpoints import VOCAB, make_decoder, make_reference, save
+from tests.models.tiny_checkpoints import VOCAB, make_decoder, make_reference, reference_logits, save, score_chain
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 PROMPTS = 3
@@ -69,6 +70,23 @@ def test_another_routing_is_another_text(name: str, tmp_path: Path) -> None:
     requests = [Request(prompt, SamplingParams(max_tokens=NEW)) for prompt in _prompts()]
     found = run(make_engine(target, frozenset(), SpeculativeConfig("none")), requests)[0]
     assert found != [_written(model, prompt) for prompt in _prompts()]
+
+
+def test_a_softmax_router_that_is_corrected(tmp_path: Path) -> None:
+    """ERNIE's, in torch; the control leaves the correction out."""
+    model = make_reference("ernie4_5_moe")
+    config, weights = save(model, tmp_path)
+    name = "model.layers.1.mlp.moe_statics.e_score_correction_bias"
+    assert weights[name].shape == (1, 6)
+    text, off = list(range(20, 50)), list[float]()
+    for correction in (weights[name], weights[name] * 0):
+        decoder = make_decoder(config, {**weights, name: correction})
+        off.append(float((score_chain(decoder, text, 5, 40) - reference_logits(model, text)[5:]).abs().max()))
+    assert off[0] < 1e-4
+    assert off[1] > 1e-2
+    reason = NativeDecoder.reason_against(DecoderConfig.from_hf(config))
+    assert reason is not None
+    assert "corrected softmax routers" in reason
 
 
 @pytest.mark.parametrize("renormalise", [True, False])

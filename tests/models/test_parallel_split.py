@@ -22,7 +22,7 @@ NEEDS = Needs((-1, 1))
 # one of each: sinks, biases, tied head, windows, norms of queries and keys, softcaps, fused weights, ropes, experts
 STRUCTURES = (
     "llama2", "llama-biases", "llama-dynamic", "smollm2", "mistral", "qwen3", "gemma2", "gemma3", "phi3",
-    "phi3-longrope", "mixtral", "qwen2_moe", "gpt_oss",
+    "phi3-longrope", "mixtral", "qwen2_moe", "gpt_oss", "granitemoeshared", "arcee", "exaone4",
 )  # fmt: skip
 
 

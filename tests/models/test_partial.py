@@ -16,7 +16,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.native.target import NativeDecoder
 from forerun.models.partial import PartialTarget
 from forerun.testing import FakeSeq
-from tests.models.tiny_checkpoints import FAMILIES, make_decoder, make_reference, save
+from tests.models.tiny_checkpoints import FAMILIES, in_tiers, make_decoder, make_reference, save
 from tests.native.blocks import needs_native
 
 LAYERS = 3
@@ -58,7 +58,7 @@ def scored(target: Decoder, seq: FakeSeq, tokens: list[int]) -> Tensor:
     return target.score([seq], TreeBatch.chains([tokens]), Needs()).required_logits.clone()
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", in_tiers(sorted(FAMILIES)))
 def test_all_layers_are_the_target(name: str, tmp_path: Path) -> None:
     target = decoder_of("torch", tmp_path, name)
     seq = started(target, TEXT[:5])

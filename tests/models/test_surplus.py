@@ -19,7 +19,7 @@ from forerun.core.params import EngineConfig  # noqa: E402
 from forerun.models.hf.target import HFTarget  # noqa: E402
 from forerun.models.load.checkpoint import open_checkpoint  # noqa: E402
 from tests.encoder_decoder.tiny_models import make_model  # noqa: E402
-from tests.models.tiny_checkpoints import FAMILIES, make_reference, save  # noqa: E402
+from tests.models.tiny_checkpoints import FAMILIES, in_tiers, make_reference, save  # noqa: E402
 from tests.models.tiny_gguf import FAMILIES as GGUF_FAMILIES  # noqa: E402
 from tests.models.tiny_gguf import HEAD_DIM, WIDTH, write_tiny  # noqa: E402
 
@@ -47,13 +47,15 @@ def test_a_gguf_file_with_more_layers_than_it_says_is_refused(family: str, tmp_p
         open_checkpoint(str(path))
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", in_tiers(sorted(FAMILIES)))
 def test_a_folder_with_more_layers_than_it_says_is_refused(name: str, tmp_path: Path) -> None:
     save(make_reference(name), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     nested = config.get("text_config", config)
     layers = nested["num_hidden_layers"] - 1
-    kinds = {key: nested[key][:layers] for key in ("layer_types", "no_rope_layers") if nested.get(key)}
+    kinds = {
+        key: nested[key][:layers] for key in ("layer_types", "mlp_layer_types", "no_rope_layers") if nested.get(key)
+    }
     lowered = {**nested, "num_hidden_layers": layers, **kinds}
     change(tmp_path, {"text_config": lowered} if nested is not config else lowered)
     with pytest.raises(DamagedFile, match=rf"weights of the checkpoint, such as '.*layers\.{layers}\..* of one model"):

@@ -4,10 +4,11 @@ They are saved and read back, so that names and config.json are those found on d
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -16,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
+from forerun.models.families import FAMILIES as DESCRIBED
 from forerun.models.hybrid.target import torch_decoder
 from forerun.models.native.target import native_decoder
 from forerun.testing import FakeSeq
@@ -195,6 +197,99 @@ FAMILIES |= {
     },
     "glm4_moe-groups": {"model_type": "glm4_moe", **_SIGMOID, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
 }
+_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+FAMILIES |= {
+    "ministral": {"model_type": "ministral", "head_dim": 12, "sliding_window": 5, "layer_types": _WINDOWS},
+    "ministral3": {  # queries are scaled from a position on that no other test reaches
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {
+            **_YARN,
+            "original_max_position_embeddings": 256,
+            "mscale": 0.8,
+            "mscale_all_dim": 1.3,
+            "llama_4_scaling_beta": 0.7,
+        },
+    },
+    "gemma": {"model_type": "gemma", "head_dim": 12, "num_attention_heads": 3, "num_key_value_heads": 1},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 12, "attention_out_bias": True, "mlp_bias": True},
+    "cwm": {
+        "model_type": "cwm",
+        "head_dim": 16,
+        "sliding_window": 6,
+        "rope_parameters": {**_LLAMA3, "factor": 16.0},
+        "bos_token_id": 0,
+    },
+    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 12, "use_bias": True},
+    "exaone4": {"model_type": "exaone4", "sliding_window": 6, "sliding_window_pattern": 2, "rope_parameters": _LLAMA3},
+    "exaone4-no-window": {
+        "model_type": "exaone4",
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 3,
+        "tie_word_embeddings": True,
+    },
+    "arcee": {"model_type": "arcee", "head_dim": 12, "rope_parameters": _YARN, "attention_bias": True},
+    "helium": {"model_type": "helium", "head_dim": 8, "attention_bias": True},
+    "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 20},
+    "flex_olmo": {
+        "model_type": "flex_olmo",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 20,
+        "norm_topk_prob": True,
+    },
+    "granitemoe": {
+        "model_type": "granitemoe",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 20,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.5,
+    },
+    "granitemoeshared": {
+        "model_type": "granitemoeshared",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 20,
+        "shared_intermediate_size": 28,
+        "attention_multiplier": 0.35,
+        "residual_multiplier": 0.6,
+    },
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 20,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 0,
+        "moe_layer_end_index": 1,
+    },
+    "dots1": {"model_type": "dots1", **_SIGMOID, "n_shared_experts": 2, "sliding_window": 6, "max_window_layers": 2},
+    "exaone_moe": {
+        "model_type": "exaone_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "num_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "sliding_window": 6,
+        "layer_types": _WINDOWS,
+    },
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 20,
+        "head_dim": 16,
+        "rotary_dim": 8,
+    },
+    "solar_open": {"model_type": "solar_open", **_SIGMOID, "head_dim": 12, "attention_bias": True},
+}
 _DELTA_NET = {
     "num_hidden_layers": 4,
     "max_position_embeddings": 512,
@@ -242,6 +337,17 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # layers with a recurrent state: HybridD
         "conv_L_cache": 5,
         "block_auto_adjust_ff_dim": False,
         "tie_word_embeddings": False,
+    },
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 512,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "routed_scaling_factor": 1.7,
     },
     "qwen3_next": {
         "model_type": "qwen3_next",
@@ -450,6 +556,18 @@ SIZED: dict[str, dict[str, Any]] = {  # layers of different sizes: RowDecoder's,
 }
 
 
+# All of whose parts another family has: the fast tier computes their logits, and leaves the rest to the long one.
+RELATIVES = (
+    "cwm", "dots1", "ernie4_5", "exaone4-no-window", "exaone_moe", "gemma", "granitemoe", "helium", "ministral",
+    "olmoe", "seed_oss", "solar_open",
+)  # fmt: skip
+
+
+def in_tiers(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in RELATIVES else name for name in names]
+
+
 def make_reference(name: str, more: dict[str, Any] | None = None) -> Any:
     """transformers' model of a family with random weights, norms and biases included."""
     settings = {**_BASE, **{**FAMILIES, **HYBRIDS, **LATENT, **SIZED}[name], **(more or {})}
@@ -460,14 +578,14 @@ def make_reference(name: str, more: dict[str, Any] | None = None) -> Any:
         .float()
         .eval()
     )
-    offset = config.model_type.startswith(("gemma2", "gemma3", "qwen3_next", "qwen3_5"))
+    offset = DESCRIBED[config.model_type].norm_offset
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.normal_(0.0, 0.25)
             if "norm" in key and (not offset or "linear_attn" in key):
                 weight.add_(1.0)
         for key, buffer in model.named_buffers():
-            if key.endswith("e_score_correction_bias"):
+            if key.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.3)
             if key.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)

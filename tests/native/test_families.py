@@ -14,12 +14,21 @@ import torch
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
+from forerun.core.errors import DamagedFile, UnsupportedModel
 from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.native.target import NativeDecoder, choose_mode
 from forerun.testing import FakeSeq
-from tests.models.tiny_checkpoints import VOCAB, make_reference, reference_logits, save, score_chain
+from tests.models.tiny_checkpoints import (
+    RELATIVES,
+    VOCAB,
+    in_tiers,
+    make_reference,
+    reference_logits,
+    save,
+    score_chain,
+)
 from tests.models.tiny_folder import LETTERS, make_tiny_folder
 from tests.models.tiny_gguf import gguf
 from tests.native.blocks import needs_native
@@ -48,7 +57,14 @@ NEW = [
     "deepseek_v3",
     "deepseek_v3-wide",
     "glm4_moe_lite",
+    "arcee",
+    "exaone4",
+    "flex_olmo",
+    "granitemoeshared",
+    "minimax_m2",
+    "ministral3",
 ]
+IN_BOTH_TIERS = in_tiers([*NEW, *RELATIVES])
 TEXT = random.Random(7).choices(range(VOCAB), k=40)
 CLOSE, FAR = 1e-4, 1e-2
 Made = tuple[Any, dict[str, Any], dict[str, Tensor]]
@@ -74,7 +90,7 @@ def _off(model: Any, config: DecoderConfig, weights: Any) -> float:
     return float((got - reference_logits(model, TEXT)[13:]).abs().max())
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", [*NEW, *RELATIVES])
 def test_logits_equal_transformers(name: str, made: Callable[[str], Made]) -> None:
     model, config, weights = made(name)
     assert _off(model, DecoderConfig.from_hf(config), weights) < CLOSE
@@ -156,6 +172,18 @@ CONTROLS: dict[str, tuple[str, Callable[[DecoderConfig], DecoderConfig]]] = {
     "a scale of scores by the cached row": ("deepseek_v3-wide", lambda c: replace(c, attention_scale=c.head_dim**-0.5)),
     "a scale of scores without YaRN's": ("deepseek_v2-groups", lambda c: replace(c, attention_scale=18**-0.5)),
     "no groups of a softmax router": ("deepseek_v2-groups", lambda config: _routed(config, groups=(1, 1))),
+    "positions in layers without a window": ("exaone4", lambda config: replace(config, layer_ropes=(0,) * 3)),
+    "no positions without any window": ("exaone4-no-window", lambda c: replace(c, layer_ropes=(None,) * 3)),
+    "a window of CWM that is one short": ("cwm", _shorter),
+    "all of a head rotates": ("minimax_m2", lambda c: replace(c, ropes=(replace(c.ropes[0], dims=16),))),
+    "another scale of scores of Gemma": ("gemma", lambda config: replace(config, attention_scale=1.0)),
+    "halves for neighbours of ERNIE": ("ernie4_5", lambda config: replace(config, rope_pairs="halves")),
+    "picked weights that sum to 1": ("olmoe", lambda config: _routed(config, renormalise=True)),
+    "picked weights that do not": ("granitemoe", lambda config: _routed(config, renormalise=False)),
+    "no shared experts of Granite": ("granitemoeshared", lambda config: _routed(config, shared_inner=None)),
+    "a choice of GLM's without groups": ("exaone_moe", lambda config: _routed(config, groups=(1, 1))),
+    "no norm behind experts": ("flex_olmo", lambda c: replace(c, norms=c.norms._replace(after_mlp=None))),
+    "no window of dots.llm": ("dots1", lambda c: replace(c, windows=(None,) * 3)),
     "no norm behind attention": ("gemma4", lambda c: replace(c, norms=c.norms._replace(after_attention=None))),
 }
 
@@ -165,6 +193,31 @@ def test_negative_control(control: str, made: Callable[[str], Made]) -> None:
     name, change = CONTROLS[control]
     model, config, weights = made(name)
     assert _off(model, change(DecoderConfig.from_hf(config)), weights) > FAR
+
+
+def test_queries_that_are_scaled_by_their_positions_are_not_reached(made: Callable[[str], Made]) -> None:
+    """Ministral 3's texts end where the scale begins to differ from 1; the control goes on."""
+    model, settings, weights = made("ministral3")
+    config = DecoderConfig.from_hf(settings)
+    ropes = settings["rope_parameters"]
+    assert config.max_length == ropes["original_max_position_embeddings"] == 256
+    text = (TEXT * 7)[:280]
+    off = score_chain(NativeDecoder(config, weights, mode="float32", kv_slots=None), text, 200, len(text))
+    off = (off - reference_logits(model, text)[200:]).abs().amax(-1)
+    assert float(off[: 256 - 200].max()) < CLOSE
+    assert float(off[256 - 200 :].max()) > FAR
+    unscaled = {**settings, "rope_parameters": {**ropes, "llama_4_scaling_beta": None}}
+    assert DecoderConfig.from_hf(unscaled).max_length == 4096
+
+
+def test_layers_with_and_without_gates_are_told_apart(made: Callable[[str], Made]) -> None:
+    _, settings, weights = made("arcee")
+    config = DecoderConfig.from_hf(settings)
+    assert not config.gated
+    with pytest.raises(DamagedFile, match="gate_proj"):
+        NativeDecoder(replace(config, gated=True), weights, mode="float32", kv_slots=None)
+    with pytest.raises(UnsupportedModel, match="hidden_act='silu'"):
+        DecoderConfig.from_hf({**settings, "hidden_act": "silu"})
 
 
 @pytest.mark.parametrize(
@@ -191,14 +244,14 @@ def test_weights_of_latents_are_kept_in_eight_bits(made: Callable[[str], Made]) 
     assert packed.weight_bytes < 0.4 * plain.weight_bytes
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe-groups"])
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe-groups", "minimax_m2"])
 def test_a_choice_without_the_correction_is_caught(name: str, made: Callable[[str], Made]) -> None:
     model, config, weights = made(name)
     without = {key: weight * 0 if "correction" in key else weight for key, weight in weights.items()}
     assert _off(model, DecoderConfig.from_hf(config), without) > FAR
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", IN_BOTH_TIERS)
 def test_a_second_text_that_starts_alike_has_the_same_bits(name: str, made: Callable[[str], Made]) -> None:
     _, settings, weights = made(name)
     config, text = DecoderConfig.from_hf(settings), (TEXT * 4)[:150]
@@ -215,7 +268,7 @@ def test_a_second_text_that_starts_alike_has_the_same_bits(name: str, made: Call
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", IN_BOTH_TIERS)
 def test_greedy_texts_equal_transformers_plain_and_drafted(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -13,13 +13,15 @@ from torch import Tensor
 from forerun.core.errors import DamagedFile, UnsupportedModel
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
+from forerun.models.layers import unpair
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.quants import dequantize
 from forerun.models.load.shapes import check_shapes
 from forerun.models.load.weights import GgufWeights
 from forerun.models.native.target import choose_mode, native_decoder
-from tests.models.gguf_writer import converted, write_gguf
+from tests.models.gguf_writer import ARCHITECTURES, converted, write_gguf
 from tests.models.tiny_checkpoints import (
+    FAMILIES,
     LATENT,
     VOCAB,
     make_decoder,
@@ -36,6 +38,8 @@ NAMES = [
     "deepseek_v2",
     "deepseek_v2-groups", "deepseek_v3", "deepseek_v3-wide", "glm4_moe_lite", "glm4_moe", "glm4_moe-groups", "gemma4",
     "gemma4-equal", "gemma4-odd", "gemma4-experts",
+    "lfm2_moe", "minimax_m2", "dots1", "exaone_moe", "olmoe", "granitemoe", "granitemoeshared", "arcee", "ministral3",
+    "gemma", "seed_oss", "ernie4_5", "exaone4",
 ]  # fmt: skip
 TEXT = random.Random(11).choices(range(VOCAB), k=40)
 CLOSE, FAR = 1e-4, 1e-2
@@ -44,6 +48,11 @@ Made = tuple[Any, dict[str, Any], dict[str, Tensor]]
 YARN = {**LATENT["deepseek_v3"]["rope_parameters"], "mscale": 1.3}
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"mlp_only_layers": []},
+    "dots1": {"max_window_layers": 62},
+    "exaone4": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "ministral3": {
+        "rope_parameters": {**FAMILIES["ministral3"]["rope_parameters"], "mscale": 1.0, "mscale_all_dim": 1.0}
+    },
     "nemotron_h": {"time_step_min": 0.001},
     "granite4-experts": {"mamba_proj_bias": False},
     "glm4_moe_lite": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
@@ -144,6 +153,48 @@ def test_blocks_stay_packed(name: str, kind: str, made: Callable[[str], Made], t
     errors = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     # a row whose routing is a near-tie picks another expert, which states, or six layers of such, carry on
     assert 0 < float(errors.median()) < (0.3 if parsed.moe and (parsed.recurrent or parsed.varied) else 0.05)
+
+
+@pytest.mark.parametrize(("name", "arch"), [("qwen2", "QWEN2VL"), ("qwen3", "QWEN3VL"), ("qwen3_moe", "QWEN3VLMOE")])
+def test_files_of_models_that_read_pictures_have_the_language_part(
+    name: str, arch: str, made: Callable[[str], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config, weights = made(name)
+    monkeypatch.setitem(ARCHITECTURES, name, arch)
+    sections = {"rope.dimension_sections": [2, 1, 1, 0]}
+    opened = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", config, weights, **sections))
+    assert opened.config["model_type"] == name
+    assert off(model, opened.config, opened.weights, native=True) < CLOSE
+
+
+def test_neighbours_that_the_converter_made_halves(made: Callable[[str], Made], tmp_path: Path) -> None:
+    """GLM-4.1V's files, whose architecture is GLM-4's; the control reads them as these."""
+    model, config, weights = made("glm4")
+    parsed, turned = DecoderConfig.from_hf(config), dict(weights)
+    for key in weights:
+        if ".q_proj." in key or ".k_proj." in key:
+            turned[key] = unpair(weights[key], parsed.head_dim, parsed.ropes[0].dims)
+    found = []
+    for sections in ([1, 1, 1, 0], [0, 0, 0, 0]):
+        path = write_gguf(tmp_path / "tiny.gguf", config, turned, **{"rope.dimension_sections": sections})
+        opened = open_checkpoint(path)
+        found.append(off(model, opened.config, opened.weights, native=True))
+    assert found[0] < CLOSE
+    assert found[1] > FAR
+
+
+def test_layers_of_exaone_slide_by_the_rule_where_a_file_lists_none(
+    made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    _, config, weights = made("exaone4")
+    pattern = "attention.sliding_window_pattern"
+    for more, windows in (
+        ({pattern: None}, (6, 6, 6)),
+        ({pattern: None, "attention.sliding_window": None}, (None,) * 3),
+    ):
+        opened = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", config, weights, **more))
+        found = DecoderConfig.from_hf(opened.config)
+        assert (found.windows, None in found.layer_ropes) == (windows, False)
 
 
 def test_layers_that_only_draft_are_left_out(made: Callable[[str], Made], tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def make_engine(
     head: Drafter | None = None
     if (max_batch := config.max_batch) is None:
         max_batch, why = default_batch(target)
-        log.info("up to %d sequences are written together (max_batch): %s", max_batch, why)
+        log.info("at most %d sequences in a batch (max_batch): %s", max_batch, why)
     adapters = make_adapters(target, config, loaded_from)  # first: passes with them are captured beside the others
     costs = costs or cache(partial(CostModel.measure_or_load, target, cost_file))
     parts = Parts(target, draft_target, speculative, max_batch, config.max_length, more_drafts)

@@ -25,7 +25,7 @@ from forerun.measure.plan.advice import plan as make_plan
 from forerun.measure.report.tables import figure_table, print_table
 
 Drafters = Annotated[
-    str, typer.Option(help="Only these, by comma; default: all that can be built here.", show_default=False)
+    str, typer.Option(help="Only these drafters, by comma; default: all that can run here.", show_default=False)
 ]
 OURS, YOURS = 2, 24  # prompts per task: ours are of eleven tasks, a user's mostly of one
 
@@ -47,14 +47,15 @@ def advise(
     temperature: Temperature = 0.0,
     max_budget: Annotated[int, typer.Option(help="Drafted nodes per round at most.")] = 8,
     check: Annotated[
-        bool, typer.Option("--check", help="Hold half of the prompts back and measure the prediction on them.")
+        bool,
+        typer.Option(
+            "--check", help="Hold half of the prompts back and compare the prediction with a measurement on them."
+        ),
     ] = False,
-    check_batches: Annotated[
-        str, typer.Option(help="With --check: sequences at once to measure with, by comma.")
-    ] = "1",
+    check_batches: Annotated[str, typer.Option(help="With --check: batch sizes to measure, by comma.")] = "1",
     json_file: JsonFile = None,
 ) -> None:
-    """Say whether drafting pays on your prompts, with what, and up to which load."""
+    """Say whether drafting pays on your prompts, with which drafter, and up to which load."""
     if limit is None:
         limit = OURS if prompts == "builtin" else YOURS
     settings = Settings(
@@ -115,7 +116,7 @@ def diagnose(
     verifier: Annotated[str, typer.Option(help=HELP["verifier"])] = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Find out why acceptance is low or the output different."""
+    """Find out why acceptance is low or a text differs."""
     setup = DrafterSetup.parse(drafter)
     if limit is None:
         limit = 1 if prompts == "builtin" else 0
@@ -137,29 +138,29 @@ def diagnose(
     raise typer.Exit(0 if found["ok"] else 1)
 
 
-Prompt = Annotated[int, typer.Option(help="Tokens of a prompt.")]
-Answer = Annotated[int, typer.Option(help="Tokens of an answer.")]
+Prompt = Annotated[int, typer.Option(help="Tokens per prompt.")]
+Answer = Annotated[int, typer.Option(help="Tokens per answer.")]
 PlanModel = Annotated[str | None, typer.Option("--model", help="With --gpu: 8b. With --measure: any model.")]
-Price = Annotated[float | None, typer.Option(help="Of one machine or GPU for an hour; default: hours are shown.")]
-File = Annotated[Path | None, typer.Option(help="A profile of --save, or the JSON of make bench-cpu or bench-gpu.")]
+Price = Annotated[float | None, typer.Option(help="Price of one machine or GPU per hour; default: cost in hours.")]
+File = Annotated[Path | None, typer.Option(help="A file of --save, or the JSON of make bench-cpu or bench-gpu.")]
 
 
 def plan(
     rate: Annotated[float, typer.Option(help="Requests a second, in all.")],
     prompt: Prompt,
     answer: Answer,
-    gpu: Annotated[str | None, typer.Option(help="A GPU that was measured before: h200.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="A GPU with recorded measurements: h200.")] = None,
     which: PlanModel = None,  # not `model`: 8b is no checkpoint
     file: File = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure on this machine first.")] = False,
-    save: Annotated[Path | None, typer.Option(help="With --measure: keep what was measured there.")] = None,
+    save: Annotated[Path | None, typer.Option(help="With --measure: file to keep the measurements in.")] = None,
     kv_dtype: Annotated[str, typer.Option(help="With --measure: " + HELP["kv_dtype"])] = "auto",
     price: Price = None,
-    first_seconds: Annotated[float, typer.Option(help="99 of 100 answers begin within.")] = 2.0,
-    token_seconds: Annotated[float, typer.Option(help="Per token of one answer, on average.")] = 0.1,
+    first_seconds: Annotated[float, typer.Option(help="Seconds within which 99 of 100 answers begin.")] = 2.0,
+    token_seconds: Annotated[float, typer.Option(help="Seconds per token of an answer, on average.")] = 0.1,
     json_file: JsonFile = None,
 ) -> None:
-    """Plan a deployment from measured times: a simulation of requests that come at random."""
+    """Plan a deployment: replicas, batch size and cost for a load, by simulation."""
     load = Load(rate, prompt, answer, first_seconds, token_seconds)
     if price is not None:
         as_real("price", price, low=5e-324, limit="a number above 0")

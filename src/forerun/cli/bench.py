@@ -53,7 +53,7 @@ SHARED = {  # fields of Settings that are flags of several commands
 _OWN = {
     "repeats": "How often each prompt is measured.",
     "budget": "Drafted nodes per round at most; default: what may pay.",
-    "seed": "Of the texts, where the temperature is not 0.",
+    "seed": "Seed of the texts, above temperature 0.",
     "url": "An OpenAI-compatible server to measure beside: http://HOST:PORT.",
     "all_turns": "Answer the later turns of chats.",
     **{name: HELP[name] for name in ("ignore_eos", "kv_dtype")},
@@ -67,7 +67,10 @@ def bench(
     prompts: Prompts = "builtin",
     tasks: Tasks = "",
     drafters: Annotated[
-        str, typer.Option(help="By comma; auto is the default, ngram:8 drafts 8 nodes a round, eagle3=DIR is a head.")
+        str,
+        typer.Option(
+            help="By comma: auto is the default drafter, ngram:8 drafts 8 nodes a round, eagle3=DIR is a head."
+        ),
     ] = "auto",
     verifiers: Annotated[str, typer.Option(help="By comma.")] = "auto",
     temperatures: Annotated[str, typer.Option(help="By comma.")] = "0",
@@ -133,10 +136,10 @@ def numbers(text: str, flag: str) -> tuple[float, ...]:
 
 def compare(
     before: Annotated[Path, typer.Argument(help="A result that `forerun bench --json` wrote.")],
-    after: Annotated[Path, typer.Argument(help="Another one.")],
+    after: Annotated[Path, typer.Argument(help="The result to compare with it.")],
     json_file: JsonFile = None,
 ) -> None:
-    """Show what changed between two results, and whether it is more than noise."""
+    """Compare two results, and say whether a change is more than noise."""
     from forerun.measure.bench import compare as comparing
     from forerun.measure.bench.compare import read_result
 
@@ -163,20 +166,23 @@ def quality(
         str, typer.Option(help=f"Number formats, by comma: {', '.join(_FORMATS)}.")
     ] = "gguf,q8,bfloat16,float32",
     kv_dtypes: Annotated[
-        str, typer.Option(help="Formats of the KV cache, by comma, against the one that is usual.")
+        str, typer.Option(help="KV cache formats to compare with the default one, by comma.")
     ] = "int8",
     kv_device: Annotated[
-        str, typer.Option(help="Where the KV cache is measured: cpu, or cuda, which has fp8 too.")
+        str, typer.Option(help="Where KV cache formats are measured: cpu, or cuda (needed for fp8).")
     ] = "cpu",
-    text: Annotated[Path | None, typer.Option(help="A text to predict; default: ours, of several kinds.")] = None,
-    window: Annotated[int, typer.Option(help="Tokens of the text that are predicted together.")] = 256,
+    text: Annotated[
+        Path | None, typer.Option(help="A text to measure on; default: a built-in one of several kinds.")
+    ] = None,
+    window: Annotated[int, typer.Option(help="Tokens per window of the text.")] = 256,
     threads: Threads = None,
     skip_memory: Annotated[
-        bool, typer.Option("--skip-memory", help="Do not load each format once more in a fresh process.")
+        bool,
+        typer.Option("--skip-memory", help="Skip the memory figures, which load each format again in a fresh process."),
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure each number format against float32 on a text, and what it takes in memory."""
+    """Measure the quality and memory of number formats, against float32."""
     names = cast("tuple[Dtype, ...]", words(dtypes))
     if not names:
         raise UnknownName(f"--dtypes is empty; known: {', '.join(_FORMATS)}")

@@ -56,7 +56,7 @@ def doctor(
     model: Annotated[str | None, typer.Option("--model", help="Also explain the weights of this checkpoint.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Say what this machine has and lacks; exit code 0 if generating would work."""
+    """Show what this machine has and what is missing; exit code 0 if generating would work."""
     with Console(stderr=True).status("looking at this machine"):  # the default model is loaded: seconds
         findings = [*examine(), *([] if model is None else [_weights(model)])]
     ready = all(finding.ok for finding in findings if finding.needed)

@@ -25,7 +25,10 @@ from forerun.measure.bench.settings import Settings, parse_setups
 
 drafters = typer.Typer(invoke_without_command=True)
 Head = Annotated[
-    Path, typer.Argument(help="A trained head: its folder, or the name of one of the package.", show_default=False)
+    Path,
+    typer.Argument(
+        help="A trained head: its folder, or the name of one that comes with the package.", show_default=False
+    ),
 ]
 
 
@@ -78,7 +81,7 @@ def head_folder(head: Path) -> Path:
 @drafters.command()
 def check(
     folder: Head,
-    target: Annotated[str, typer.Option(help="The model it is to draft for.")] = DEFAULT_MODEL,
+    target: Annotated[str, typer.Option(help="The model that the drafter drafts for.")] = DEFAULT_MODEL,
     json_file: JsonFile = None,
 ) -> None:
     """Validate a head before use: files, shapes, vocabulary, layers, and what it accepts on a few prompts."""
@@ -96,13 +99,13 @@ def check(
 def export_drafter(
     folder: Head,
     out: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
-    to: Annotated[str, typer.Option(help="Who will read it: vllm, sglang, speculators or eagle.")],
-    target: Annotated[str, typer.Option(help="The model that it drafts for.")] = DEFAULT_MODEL,
+    to: Annotated[str, typer.Option(help="Engine that will read it: vllm, sglang, speculators or eagle.")],
+    target: Annotated[str, typer.Option(help="The model that the head drafts for.")] = DEFAULT_MODEL,
     budget: Annotated[int, typer.Option(min=1, help="Tokens per draft in the printed flag.")] = 5,
     target_name: Annotated[
         str,
         typer.Option(
-            help="What the other engine calls that model: a hub id, or a folder of safetensors.", show_default=False
+            help="The model's name in the other engine: a hub id, or a folder of safetensors.", show_default=False
         ),
     ] = "",
 ) -> None:
@@ -123,7 +126,9 @@ def export_drafter(
 def import_drafter(
     folder: Annotated[Path, typer.Argument(help="The folder of the other engine's head.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
-    source: Annotated[str, typer.Option("--from", help="Who wrote it: vllm, sglang, speculators or eagle.")] = "eagle",
+    source: Annotated[
+        str, typer.Option("--from", help="Engine that wrote it: vllm, sglang, speculators or eagle.")
+    ] = "eagle",
     pickle: Annotated[bool, typer.Option("--pickle", help="Read .pt and .bin files too (weights only).")] = False,
 ) -> None:
     """Take a head over from another engine, as safetensors that every command here reads."""
@@ -145,24 +150,24 @@ def first_line(where: str) -> str:
     return doc.partition("\n")[0]
 
 
-layers = typer.Typer(no_args_is_help=True, help="Layers of a model that draft for it (layer_skip).")
-Limit = Annotated[int, typer.Option(help="Prompts per task that are written; 0 is all.")]
+layers = typer.Typer(no_args_is_help=True, help="Find layers of a model that draft for it (layer_skip).")
+Limit = Annotated[int, typer.Option(help="Prompts per task that are answered; 0 is all.")]
 
 
 @layers.callback()
 def _layers() -> None:
-    """Layers of a model that draft for it (layer_skip)."""
+    """Find layers of a model that draft for it (layer_skip)."""
 
 
 @layers.command()
 def search(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the plan goes.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write the plan to.", show_default=False)],
     prompts: Prompts = "builtin",
     model: Model = DEFAULT_MODEL,
-    seconds: Annotated[float, typer.Option(help="How long to search, texts not counted.")] = 120.0,
+    seconds: Annotated[float, typer.Option(help="Seconds to search, without the time for the texts.")] = 120.0,
     limit: Limit = 2,
     max_tokens: MaxTokens = 48,
-    seed: Annotated[int, typer.Option(help="Of the random exchanges.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
     dtype: DtypeName = "auto",
     threads: Threads = None,
 ) -> None:
@@ -223,12 +228,12 @@ def _in_words(found: Mapping[str, Any]) -> str:
     )
 
 
-corpus = typer.Typer(no_args_is_help=True, help="Texts that the drafter suffix looks up.")
+corpus = typer.Typer(no_args_is_help=True, help="Build the text index that the drafter suffix searches.")
 
 
 @corpus.callback()
 def _corpus() -> None:
-    """Texts that the drafter suffix looks up."""
+    """Build the text index that the drafter suffix searches."""
 
 
 @corpus.command()
@@ -236,7 +241,7 @@ def build(
     files: Annotated[
         list[Path], typer.Argument(help="Texts: one per file, or one per line of a .jsonl.", show_default=False)
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the index goes.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write the index to.", show_default=False)],
     model: Annotated[str, typer.Option("--model", "-m", help=HELP["model"])] = DEFAULT_MODEL,
 ) -> None:
     """Index texts in the tokens of a model; --corpus FILE then looks them up."""

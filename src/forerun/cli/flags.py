@@ -89,7 +89,8 @@ def interruption(folder: str | Path) -> Iterator[None]:
 
 DEFAULT_MODEL = "smollm2"
 TraceFile = Annotated[
-    Path | None, typer.Option("--trace", help="Write every round there, for ui.perfetto.dev or chrome://tracing.")
+    Path | None,
+    typer.Option("--trace", help="File for a trace of every round, for ui.perfetto.dev or chrome://tracing."),
 ]
 JsonFile = Annotated[
     Path | None,
@@ -114,13 +115,13 @@ HELP: Mapping[str, str] = {
     "seed": "Makes the text a function of the seed alone, whatever the drafter.",
     "drafter": "How to draft; `forerun drafters` lists them, a+b composes two, none is plain decoding.",
     "draft_model": "A smaller model of the same vocabulary, or the folder of a trained head, to draft with.",
-    "budget": "Draft exactly this many tokens a round, instead of what pays; 0 drafts nothing.",
+    "budget": "Draft exactly this many tokens a round; 0 drafts nothing.",
     "width": "Children per node of a drafted tree at most; 1 is a chain.",
-    "verifier": f"auto, {', '.join(registry.verifiers.paths)}; auto is coupled with a seed, else exact.",
-    "corpus": "A file of `forerun corpus build` that the drafter suffix looks up.",
+    "verifier": f"auto, {', '.join(registry.verifiers.paths)}; auto is coupled with a seed and on a GPU, else exact.",
+    "corpus": "A file of `forerun corpus build` that the drafter suffix searches.",
     "shared": "Let suffix, recycling and lookahead learn from earlier requests.",
-    "history": "Keep what suffix learns from requests in this file; needs --shared.",
-    "draft_layers": "What layer_skip runs: a file of `forerun layers search`, or a number of first layers.",
+    "history": "Keep the outputs that suffix searches in this file; needs --shared.",
+    "draft_layers": "Layers that layer_skip runs: a file of `forerun layers search`, or a number of first layers.",
     "draft_context": "Tokens of a long context that sparse_kv drafts over.",
     "draft_dtype": "Number format of a head's or draft model's weights; int8, fp8 and w4 need a GPU.",
     "dtype": "Number format of weights and activations.",
@@ -128,7 +129,7 @@ HELP: Mapping[str, str] = {
     "device": "auto, cpu, cuda or one of several: cuda:1.",
     "threads": "CPU threads.",
     "max_length": "Prompt and output together, in tokens.",
-    "tensor_parallel_size": "Processes that the model is split over, each on a GPU of its own.",
+    "tensor_parallel_size": "Processes that the model is split over, one per GPU.",
 }
 # settings whose flag may be called otherwise: as vLLM calls it, or because it is a limit there
 _CALLED = {"max_batch": "--max-num-seqs", "budget": "--max-budget", "suite": "--prompts"}

@@ -36,7 +36,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="A system message in front of the prompt.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")] = False,
     prediction: Annotated[
-        Path | None, typer.Option(help="A file with what the answer should be: drafted, it changes no text.")
+        Path | None, typer.Option(help="A file with the expected answer: it is drafted and changes no text.")
     ] = None,
     trace: TraceFile = None,
     json_file: JsonFile = None,
@@ -157,7 +157,7 @@ def demo(
     model: Annotated[str, typer.Option("--model", "-m", help=HELP["model"])] = DEFAULT_MODEL,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each text at most.")] = MAX_TOKENS,
 ) -> None:
-    """Write two texts plainly and with drafting, and compare: texts, and tokens per second."""
+    """Write two texts with and without drafting, and compare texts and tokens per second."""
     params, screen = SamplingParams(max_tokens=max_tokens), Screen()
     llm = loading.load_llm(Settings.of({"model": model}))
     found = [_compare(llm, about, prompt, params, screen) for about, _, prompt in PROMPTS]

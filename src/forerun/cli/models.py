@@ -99,16 +99,19 @@ class Format(StrEnum):
 def quantize(
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, or a hub id.", metavar="MODEL")],
     out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist, or be empty.", metavar="OUT")],
-    to: Annotated[Format, typer.Option(help="Format of the layers' matrices; the rest is copied.", show_default=False)],
+    to: Annotated[
+        Format, typer.Option(help="Format of the layers' matrices; other weights are copied.", show_default=False)
+    ],
     prompts: Annotated[
         Path | None, typer.Option(help="Measure on your prompts: a JSONL file with 'prompt' or 'messages'.")
     ] = None,
     calibrate: Annotated[
-        Path | None, typer.Option(help="Choose the scales of w4 by other prompts of yours, in such a file.")
+        Path | None,
+        typer.Option(
+            help="Choose the scales of w4 on these prompts (same form; use other prompts than for --prompts)."
+        ),
     ] = None,
-    no_report: Annotated[
-        bool, typer.Option("--no-report", help="Do not measure the quality of what was written.")
-    ] = False,
+    no_report: Annotated[bool, typer.Option("--no-report", help="Do not measure the quality of the result.")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Write a checkpoint with rounded weights (compressed-tensors), and measure what that costs in quality."""

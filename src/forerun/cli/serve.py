@@ -26,44 +26,44 @@ if TYPE_CHECKING:
 _SERVER = {  # fields of ServerSettings
     "host": "Address to listen on.",
     "port": "Port to listen on.",
-    "max_queue": "Texts that may wait; more get status 429.",
+    "max_queue": "Texts that may wait for admission; further requests get status 429.",
     "rate_limit": "Requests a minute per key or address.",
     "deadline": "Seconds that one request may take.",
-    "drain_seconds": "Seconds to end running texts after SIGTERM.",
-    "client_seconds": "Seconds to send a request, or to read nothing of an answer.",
-    "hang_seconds": "Seconds without progress after which requests are given up.",
-    "restart": "Start the engine again if an error ends it or it hangs.",
+    "drain_seconds": "Seconds that running texts have after SIGTERM.",
+    "client_seconds": "Seconds for a client to send its request, and to go without reading its answer.",
+    "hang_seconds": "Seconds without progress until requests end with an error.",
+    "restart": "Start the engine again if it fails or hangs.",
     "log_prompts": "Write prompts and answers to the log.",
-    "share_prefixes": "Let API keys share cached prompts.",
-    "record": 'Keep texts of requests that say "record": true there, for training.',
-    "heads": "Versions of a head; its link `current` is followed.",
-    "admin_key": "A key for the routes that change adapters, and for sleep.",
+    "share_prefixes": "Let requests with different API keys share cached prompts.",
+    "record": 'Folder where texts of requests with "record": true are saved, for training.',
+    "heads": "Folder with versions of a head; the server loads what its link `current` points to.",
+    "admin_key": "Key for the routes that change adapters, and for sleep.",
 }
 _ENGINE = {  # and of EngineConfig
     "max_length": "Prompt and answer together, in tokens.",
-    "max_batch": "Sequences written together; default: by device, cores and KV memory.",
-    "kv_slots": "Tokens that the KV cache holds in all.",
+    "max_batch": "Largest batch, in sequences; default: by device, cores and KV memory.",
+    "kv_slots": "Size of the KV cache in tokens.",
     "device": "auto, cpu or cuda.",
     "threads": "CPU threads.",
-    "tensor_parallel_size": "Processes that the model is split over.",
+    "tensor_parallel_size": "Processes that the model is split over, one per GPU.",
 }
 Keys = Annotated[list[str] | None, typer.Option(help="A key that clients must send; repeatable.")]
-Memory = Annotated[str | None, typer.Option(help="Memory of the KV cache: 8GB, or a share of what is free as 50%.")]
+Memory = Annotated[str | None, typer.Option(help="Memory of the KV cache: 8GB, or a share of the free memory: 50%.")]
 FrontFlag = Annotated[
-    Front, typer.Option(help="Answer HTTP beside a process that has the engine, or on a thread of it.")
+    Front, typer.Option(help="Run the engine in a process of its own, or on a thread of the HTTP server.")
 ]
 Model = Annotated[str | None, typer.Argument(help="Name, GGUF file, folder or hub id.", show_default=DEFAULT_MODEL)]
-Drafting = Annotated[str | None, typer.Option(help="Drafting as JSON, in our names or vLLM's.")]
-Names = Annotated[list[str] | None, typer.Option(help="What clients may call the model; the first is shown.")]
+Drafting = Annotated[str | None, typer.Option(help="Drafting settings as JSON, with our names or vLLM's.")]
+Names = Annotated[list[str] | None, typer.Option(help="Names that clients may use for the model; the first is shown.")]
 Lora = Annotated[
     list[str] | None,
     typer.Option(help="A LoRA adapter served beside the model: NAME=FOLDER[,head=FOLDER]; repeatable."),
 ]
-LoraMemory = Annotated[str | None, typer.Option(help="Memory of adapters: 2GB, or a share of what is free as 10%.")]
+LoraMemory = Annotated[str | None, typer.Option(help="Memory of adapters: 2GB, or a share of the free memory: 10%.")]
 MaxReplicas = Annotated[
-    int | None, typer.Option(help="Up to so many where queue and KV use ask for them; default: --replicas.")
+    int | None, typer.Option(help="Upper limit of autoscaling by queue and KV use; default: --replicas.")
 ]
-PerReplica = Annotated[float | None, typer.Option(help="GPUs of a replica; default: 1 where it runs on one.")]
+PerReplica = Annotated[float | None, typer.Option(help="GPUs per replica; default: 1 on a GPU.")]
 WriteConfig = Annotated[
     Path | None, typer.Option(help="Write a config file for `serve deploy` or KubeRay, and serve nothing.")
 ]
@@ -75,12 +75,12 @@ def serve(
     engine: Mapping[str, Any],
     server: Mapping[str, Any],
     model: Model = None,
-    named: Annotated[str | None, typer.Option("--model", "-m", help="The same, as other commands have it.")] = None,
+    named: Annotated[str | None, typer.Option("--model", "-m", help="The model; the same as the argument.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Drafter of requests that name none.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model, or a head's folder.")] = None,
     speculative_config: Drafting = None,
     api_key: Keys = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="Keys, one a line.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File with keys, one per line.")] = None,
     served_model_name: Names = None,
     kv_memory: Memory = None,
     kv_dtype: Annotated[str, typer.Option(help=HELP["kv_dtype"])] = "auto",
@@ -89,12 +89,12 @@ def serve(
     trace: TraceFile = None,
     lora: Lora = None,
     lora_memory: LoraMemory = None,
-    replicas: Annotated[int, typer.Option(help="Engines that share the work, by Ray Serve; 1 needs no Ray.")] = 1,
+    replicas: Annotated[int, typer.Option(help="Engines behind one address, by Ray Serve; 1 needs no Ray.")] = 1,
     max_replicas: MaxReplicas = None,
     gpus_per_replica: PerReplica = None,
     write_config: WriteConfig = None,
 ) -> None:
-    """Serve a model over HTTP, as the OpenAI API has it."""
+    """Serve a model over HTTP with the OpenAI API."""
     model, keys = _one_of(model, named), (*(api_key or ()), *(read_keys(api_key_file) if api_key_file else ()))
     names = tuple(served_model_name or [model])
     settings = ServerSettings(names, api_keys=keys, adapters=_adapters(lora), **server)

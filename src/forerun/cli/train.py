@@ -54,7 +54,7 @@ def train(
     given: Mapping[str, Any],
     method: Annotated[str, typer.Argument(help=f"{', '.join(METHODS)}, or refresh.", show_default=False)],
 ) -> None:
-    """Train a drafter: one process, features made on the fly, nothing kept but the drafter and a checkpoint.
+    """Train a drafter for a model.
 
     `refresh` trains a head further on texts that a server recorded (--data, of `serve --record`), compares it with the
     one before, and adds it to a folder of versions (--out, of `serve --heads`).
@@ -128,15 +128,15 @@ class ProgressShown:
             self.say(f"{strftime('%H:%M:%S')} {stage} {done}/{total} · {words}")
 
 
-data = typer.Typer(no_args_is_help=True, help="Texts to train drafters on.")
-OnRay = Annotated[bool, typer.Option("--ray", help="Write with workers on a Ray cluster: the same shards.")]
+data = typer.Typer(no_args_is_help=True, help="Write texts to train drafters on.")
+OnRay = Annotated[bool, typer.Option("--ray", help="Write the same data with workers on a Ray cluster.")]
 Workers = Annotated[int, typer.Option(help="With --ray: workers, each with the target in memory.")]
 Gpus = Annotated[float, typer.Option(help="With --ray: GPUs of a worker.")]
 
 
 @data.callback()
 def _data() -> None:
-    """Texts to train drafters on."""
+    """Write texts to train drafters on."""
 
 
 @data.command()

@@ -76,12 +76,12 @@ def run(
     model: Annotated[str | None, typer.Option(help="The model's name on the server; default: its first.")] = None,
     extra: Annotated[str, typer.Option(help="JSON fields to send with every request.")] = "{}",
     rename: Rename = "{}",
-    only: Annotated[list[str] | None, typer.Option(help="Only checks whose names begin so; repeatable.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only checks whose names begin with this; repeatable.")] = None,
     with_module: Modules = None,
     tokens: Tokens = 60_000,
     seconds: Seconds = 180.0,
-    slowest: Annotated[float, typer.Option(help="Drafting may take so many times plain decoding's time.")] = 2.0,
-    seed: Annotated[int, typer.Option(help="Of prompts and seeds.")] = 0,
+    slowest: Annotated[float, typer.Option(help="How many times the time of plain decoding drafting may take.")] = 2.0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and of the requests' seeds.")] = 0,
     html: Annotated[Path | None, typer.Option("--html", help="Write the report as one HTML page.")] = None,
     junit: Annotated[Path | None, typer.Option("--junit", help="Write the report as JUnit XML, for CI.")] = None,
     json_file: JsonFile = None,
@@ -117,9 +117,9 @@ def run(
 @verify.command("make-model")
 def make_model(
     out: Annotated[Path, typer.Argument(help="A folder to write: target/, draft/, eagle3/, table.json.")],
-    seed: Annotated[int, typer.Option(help="Of the tables.")] = 0,
-    half: Annotated[bool, typer.Option("--half", help="float16 weights; the law is the same.")] = False,
-    gguf: Annotated[bool, typer.Option("--gguf", help="Also target.gguf and draft.gguf, for llama.cpp.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the tables.")] = 0,
+    half: Annotated[bool, typer.Option("--half", help="Write float16 weights; the law is the same.")] = False,
+    gguf: Annotated[bool, typer.Option("--gguf", help="Also write target.gguf and draft.gguf, for llama.cpp.")] = False,
 ) -> None:
     """Write a small Llama checkpoint whose law is known, with a draft model and an EAGLE-3 head."""
     from forerun.referee.checkpoint import make_model

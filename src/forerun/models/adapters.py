@@ -297,14 +297,14 @@ class AdapterPool:
     def _read(self, name: str, folder: Path, is_new: bool = False) -> LoadedAdapter:
         if not isinstance(self._target, TakesAdapters):
             raise UnsupportedModel(
-                "adapters beside a base run on our own CPU and GPU decoders only; load the adapter's folder as a model"
+                "adapters beside a base need our own CPU or GPU decoder; load the adapter's folder as a model"
             )
         adapter = Adapter.read(folder)
         loaded = self._target.load_adapter(name, next(_KEYS), adapter)
         if is_new and is_another_model(adapter.base, self._base):  # of the same shapes, or it would have been refused
             log.warning(
-                "the adapter %r says that its base is %.200r, and this model is %r: beside another base its texts mean "
-                "nothing", name, adapter.base, self._base
+                "the adapter %r was made for the base %.200r, but this model is %r: its texts may be meaningless",
+                name, adapter.base, self._base
             )  # fmt: skip
         return loaded
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import UnsupportedModel
-from forerun.models.config import DecoderConfig, MoeConfig
+from forerun.models.config import DecoderConfig
 from forerun.models.layers import Experts, Mlp, pair_up
 from forerun.models.load.quantized.unstacked import unstack
 from forerun.models.load.shapes import expert_names
 from forerun.models.load.weights import Weights, missing_weight, wrong_shape
+from forerun.models.moe import MoeConfig
 
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 
@@ -164,12 +165,17 @@ class Checkpoint:
             shared_gate=self._read(at + "shared_expert_gate.weight", (1, width))
             if shared and moe.shared_gate
             else None,
-            correction=self._get(at + "gate.e_score_correction_bias", (moe.experts,)).to(self.device, wide)
-            if moe.sigmoid
-            else None,
+            correction=self.correction(at).to(self.device) if moe.corrected else None,
             scales=scales,
             **biases,
         )
+
+    def correction(self, at: str) -> Tensor:
+        """[E] fp32 what is added to experts' scores for the choice; ERNIE's files have one row of it."""
+        moe, name = self.config.moe, at + "gate.e_score_correction_bias"
+        assert moe is not None
+        rows = name in self.weights and self.weights[name].dim() == 2
+        return self._get(name, (1, moe.experts) if rows else (moe.experts,)).flatten().float()
 
     def router_behind(self, at: str) -> Tensor:
         """Of rows that the experts' norm has multiplied: it reads the same rows behind a norm of its own."""

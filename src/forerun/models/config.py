@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from forerun.core.errors import DamagedFile, UnsupportedModel, brief
 from forerun.models.families import BEFORE, COMMON, FAMILIES, WRAPPED, Family, Norms, RecurrentKind, rotates
+from forerun.models.moe import MOST_LAYERS, MoeConfig, moe_of, positive, size_of, sparse_layers
 from forerun.models.rope import RopeConfig, magnitude
 
 Activation = Literal["silu", "gelu_tanh", "relu2"]
@@ -25,34 +26,13 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
 }
 _PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}  # letters of hybrid_override_pattern
-# Far beyond any model; a file that says more is damaged, and must not make us allocate what it says.
-_MOST_LAYERS, _MOST_HEADS, _LARGEST = 1 << 14, 1 << 16, 1 << 31
+_MOST_HEADS = 1 << 16
 _OFF_BY_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 # Settings that only some families read: others have them in their files and do without.
 _SOME_FAMILIES = {key for described in FAMILIES.values() for key in described.settings} - {
     *COMMON, "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "partial_rotary_factor",
     "rope_parameters", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
-    """Feed-forward layers made of experts, of which a router picks a few per row."""
-
-    experts: int
-    per_token: int
-    inner: int
-    renormalise: bool  # the picked experts' weights sum to 1
-    shared_inner: int | None  # width of the expert that every row also goes through
-    biases: bool = False  # of the router and of every expert
-    beside_mlp: bool = False  # what a dense feed-forward layer gives is added
-    normed_apart: bool = False  # both are normed before that, and experts read rows of a norm of their own (Gemma 4)
-    clamp: tuple[float, float] | None = None  # gpt-oss's gates: a limit, and what multiplies the gate in the sigmoid
-    sigmoid: bool = False  # scores are sigmoids; for the choice, a learned number is added to each
-    groups: tuple[int, int] = (1, 1)  # of experts, and how many of them a row may pick from: those of the best scores
-    scale: float = 1.0  # of the picked experts' weights
-    wide_router: bool = False  # its scores are computed in fp32
-    shared_gate: bool = True  # what the shared expert gives is multiplied by a sigmoid of the row
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +194,7 @@ class DecoderConfig:
             "experts with biases": self.moe is not None and self.moe.biases,
             "clamped gates": self.moe is not None and self.moe.clamp is not None,
             "sigmoid routers": self.moe is not None and self.moe.sigmoid,
+            "corrected softmax routers": self.moe is not None and self.moe.corrected and not self.moe.sigmoid,
             "groups of experts": self.moe is not None and self.moe.groups[0] > 1,
             "scaled experts": self.moe is not None and self.moe.scale != 1.0,
             "shared experts without a gate": self.moe is not None
@@ -223,6 +204,7 @@ class DecoderConfig:
             "layers of different sizes": self.varied is not None,
             "recurrent states": self.recurrent is not None,
             "gates behind attention": self.gated_attention,
+            "feed-forward layers without gates": not self.gated,
         }
 
     @classmethod
@@ -240,20 +222,12 @@ class DecoderConfig:
             ) from error
 
 
-def _size(values: Mapping[str, Any], key: str, most: int = _LARGEST, default: int | None = None) -> int:
-    """A count or width: a whole number from 1 that some model could have."""
-    value = values[key] if default is None else values.get(key) or default
-    if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(f"{key} is {value!r:.40}, not a whole number from 1 to {most}")
-    return value
-
-
 def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
-    layers = _size(values, "num_hidden_layers", _MOST_LAYERS)
-    heads = _size(values, "num_attention_heads", _MOST_HEADS)
-    width = _size(values, "hidden_size")
-    head_dim = _size(values, "head_dim", _MOST_HEADS, max(1, width // heads))
-    kv_heads = _size(values, "num_key_value_heads", _MOST_HEADS, heads)
+    layers = size_of(values, "num_hidden_layers", MOST_LAYERS)
+    heads = size_of(values, "num_attention_heads", _MOST_HEADS)
+    width = size_of(values, "hidden_size")
+    head_dim = size_of(values, "head_dim", _MOST_HEADS, max(1, width // heads))
+    kv_heads = size_of(values, "num_key_value_heads", _MOST_HEADS, heads)
     if heads % kv_heads or head_dim % 2:
         said = f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
         raise ValueError(f"{said}, or head_dim {head_dim} odd")
@@ -264,20 +238,20 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
     if varied is not None:
         rotary = varied.sizes[-1][1], head_dim
     kv_heads, head_dim = (kv_heads, head_dim) if (rows := latent or varied) is None else (1, rows.row)
-    window = _size(values, "sliding_window") if values.get("sliding_window") else None
+    window = size_of(values, "sliding_window") if values.get("sliding_window") else None
     ropes, layer_ropes = _ropes(family, values, kinds, rotary)
-    moe = _moe(described, values)
+    moe = moe_of(described, values)
     return DecoderConfig(
         family=family,
-        vocab_size=_size(values, "vocab_size"),
+        vocab_size=size_of(values, "vocab_size"),
         width=width,
         inner=_inner(values, moe, layers),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        max_length=_max_length(described, _size(values, "max_position_embeddings"), ropes),
-        norm_eps=_positive(values, "rms_norm_eps"),
+        max_length=_max_length(described, values, ropes),
+        norm_eps=positive(values, "rms_norm_eps"),
         activation=_activation(values["hidden_act"], described.gated),
         tied=bool(values["tie_word_embeddings"]),
         ropes=ropes,
@@ -286,16 +260,16 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
         attention_scale=_attention_scale(values, head_dim) if latent is None else _latent_scale(values, latent),
         attention_softcap=_softcap(values, "attn_logit_softcapping"),
         logit_softcap=_softcap(values, "final_logit_softcapping"),
-        embedding_scale=width**0.5 if described.scaled_embedding else _positive(values, "embedding_multiplier", 1.0),
-        residual_scale=_positive(values, "residual_multiplier", 1.0),
-        logit_scale=1.0 / _positive(values, "logits_scaling", 1.0),
+        embedding_scale=width**0.5 if described.scaled_embedding else positive(values, "embedding_multiplier", 1.0),
+        residual_scale=positive(values, "residual_multiplier", 1.0),
+        logit_scale=1.0 / positive(values, "logits_scaling", 1.0),
         qk_norm=described.qk_norm if values.get("use_qk_norm", True) else None,
         norm_offset=described.norm_offset,
         norms=described.norms,
         rope_pairs=described.rope_pairs if values.get("rope_interleave", True) else "halves",
         sinks=described.sinks,
         moe=moe,
-        sparse=_sparse_layers(values, layers) if moe else (False,) * layers,
+        sparse=sparse_layers(values, layers) if moe else (False,) * layers,
         latent=latent,
         varied=varied,
         recurrent=None if described.recurrent is None else _recurrent(described.recurrent, values, layers),
@@ -319,10 +293,10 @@ def _varied(values: Mapping[str, Any], kinds: list[str], kv_heads: int, head_dim
         raise ValueError(f"num_kv_shared_layers={values['num_kv_shared_layers']} of {layers} layers")
     lasts = {kind: i for i, kind in enumerate(kinds[:first])}
     wide = 2 if values["use_double_wide_mlp"] else 1
-    inner, width = _size(values, "intermediate_size"), int(values["hidden_size_per_layer_input"])
+    inner, width = size_of(values, "intermediate_size"), int(values["hidden_size_per_layer_input"])
     return VariedConfig(
         sizes=tuple(
-            (_size(one, "num_key_value_heads", _MOST_HEADS), _size(one, "head_dim", _MOST_HEADS)) for one in sizes
+            (size_of(one, "num_key_value_heads", _MOST_HEADS), size_of(one, "head_dim", _MOST_HEADS)) for one in sizes
         ),
         inners=tuple(inner * (wide if i >= first else 1) for i in range(layers)),
         sources=tuple(i if i < first else lasts[kind] for i, kind in enumerate(kinds)),
@@ -334,11 +308,11 @@ def _varied(values: Mapping[str, Any], kinds: list[str], kv_heads: int, head_dim
 
 def _latent(values: Mapping[str, Any]) -> LatentConfig:
     return LatentConfig(
-        query_rank=None if values["q_lora_rank"] is None else _size(values, "q_lora_rank"),
-        rank=_size(values, "kv_lora_rank"),
-        key_dim=_size(values, "qk_nope_head_dim", _MOST_HEADS),
-        rope_dim=_size(values, "qk_rope_head_dim", _MOST_HEADS),
-        value_dim=_size(values, "v_head_dim", _MOST_HEADS),
+        query_rank=None if values["q_lora_rank"] is None else size_of(values, "q_lora_rank"),
+        rank=size_of(values, "kv_lora_rank"),
+        key_dim=size_of(values, "qk_nope_head_dim", _MOST_HEADS),
+        rope_dim=size_of(values, "qk_rope_head_dim", _MOST_HEADS),
+        value_dim=size_of(values, "v_head_dim", _MOST_HEADS),
     )
 
 
@@ -355,7 +329,7 @@ def _recurrent(kind: RecurrentKind, values: Mapping[str, Any], layers: int) -> R
     attends = values.get("full_attn_idxs")
     made = ["full_attention" if attends is None or i in attends else "conv" for i in range(layers)]
     if kind != "short_conv":
-        every = _size(values, "full_attention_interval", default=layers + 1)
+        every = size_of(values, "full_attention_interval", default=layers + 1)
         made = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
     kinds, attention = values.get("layer_types") or made, ("full_attention", "attention")
     parts = () if "mamba_expand" in values or kind != "mamba2" else ("mlp", "moe")  # of layers that are one part
@@ -363,55 +337,48 @@ def _recurrent(kind: RecurrentKind, values: Mapping[str, Any], layers: int) -> R
         raise UnsupportedModel(f"layer_types={kinds!r:.120}: must be {layers} of full_attention or a recurrent kind")
     which = tuple(one not in (*attention, *parts) for one in kinds)
     if kind == "short_conv":
-        return RecurrentConfig(kind, which, _size(values, "conv_L_cache", _MOST_HEADS))
+        return RecurrentConfig(kind, which, size_of(values, "conv_L_cache", _MOST_HEADS))
     names = [f"linear_{name}" for name in ("conv_kernel_dim", "num_key_heads", "num_value_heads", "key_head_dim")]
     if kind == "mamba2":
         names = [f"mamba_{name}" for name in ("d_conv", "n_groups", "n_heads", "d_state")]
-    kernel, key_heads, value_heads, key_dim = (_size(values, name, _MOST_HEADS) for name in names)
+    kernel, key_heads, value_heads, key_dim = (size_of(values, name, _MOST_HEADS) for name in names)
     if value_heads % key_heads:
         raise ValueError(f"{names[2]} {value_heads} is no multiple of {names[1]} {key_heads}")
     if parts:  # Nemotron-H
         least, alone = float(values["time_step_min"]), tuple(one in parts for one in kinds)
-        value_dim = _size(values, "mamba_d_head", _MOST_HEADS)
+        value_dim = size_of(values, "mamba_d_head", _MOST_HEADS)
         sizes = key_heads, value_heads, key_dim, value_dim, key_heads
         return RecurrentConfig(kind, which, kernel, *sizes, least_step=least, mlp_alone=alone)
     if kind == "mamba2":
         low, high = values.get("time_step_limit") or (0.0, float("inf"))
         if low != 0.0 or high not in (float("inf"), {"__float__": "Infinity"}):
             raise UnsupportedModel(f"time_step_limit={values['time_step_limit']!r:.60} is not 0 to infinity")
-        value_dim, rest = divmod(_size(values, "mamba_expand") * _size(values, "hidden_size"), value_heads)
+        value_dim, rest = divmod(size_of(values, "mamba_expand") * size_of(values, "hidden_size"), value_heads)
         if rest or values["mamba_d_head"] not in ("auto", value_dim):
             raise ValueError(f"mamba_d_head is {values['mamba_d_head']!r:.40} with {value_heads} heads")
     else:
-        value_dim = _size(values, "linear_value_head_dim", _MOST_HEADS)
+        value_dim = size_of(values, "linear_value_head_dim", _MOST_HEADS)
     in_turns = bool(values.get("linear_heads_in_turns"))
     return RecurrentConfig(kind, which, kernel, key_heads, value_heads, key_dim, value_dim, in_turns=in_turns)
 
 
 def _attention_scale(values: Mapping[str, Any], head_dim: int) -> float:
     if "attention_multiplier" in values:
-        return _positive(values, "attention_multiplier")
-    return float(_positive(values, "query_pre_attn_scalar", float(head_dim)) ** -0.5)
-
-
-def _positive(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = float(values[key] if default is None else values.get(key, default))
-    if not 0.0 < value < float("inf"):
-        raise ValueError(f"{key} is {value}, not a positive number")
-    return value
+        return positive(values, "attention_multiplier")
+    return float(positive(values, "query_pre_attn_scalar", float(head_dim)) ** -0.5)
 
 
 def _softcap(values: Mapping[str, Any], key: str) -> float | None:
-    return None if values.get(key) is None else _positive(values, key)
+    return None if values.get(key) is None else positive(values, key)
 
 
 def _inner(values: Mapping[str, Any], moe: MoeConfig | None, layers: int) -> int:
     """The feed-forward width; a model whose layers all have experts need not have one."""
-    if moe is not None and all(_sparse_layers(values, layers)) and not values.get("intermediate_size"):
+    if moe is not None and all(sparse_layers(values, layers)) and not values.get("intermediate_size"):
         return 0
-    inner = _size(values, "shared_intermediate_size" if "shared_intermediate_size" in values else "intermediate_size")
+    inner = size_of(values, "shared_intermediate_size" if "shared_intermediate_size" in values else "intermediate_size")
     if values.get("block_auto_adjust_ff_dim"):  # LFM2
-        unit, share = _size(values, "block_multiple_of"), float(values.get("block_ffn_dim_multiplier") or 1.0)
+        unit, share = size_of(values, "block_multiple_of"), float(values.get("block_ffn_dim_multiplier") or 1.0)
         inner = -(-int(share * int(2 * inner / 3)) // unit) * unit
     return inner
 
@@ -440,7 +407,7 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if isinstance(family, str) and family in WRAPPED:
         family, config = _language_part(family, config)
     if not isinstance(family, str) or family not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
+        known = f"docs/supported.md lists {len(FAMILIES)}"
         raise UnsupportedModel(f"model_type={family!r:.60} is not one of ours ({known}): use the transformers backend")
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # with the last, text is causal
         raise UnsupportedModel(f"{family} with use_bidirectional_attention=True cannot be decoded left to right")
@@ -452,6 +419,13 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         given.setdefault("layer_types", [_PATTERN.get(one, one) for one in given["hybrid_override_pattern"]])
     if "layer_types" in given and "hybrid_override_pattern" in described:
         given["num_hidden_layers"] = len(given["layer_types"])
+    for key, value in FAMILIES[family].only.items():
+        if given.get(key, value) != value:
+            raise UnsupportedModel(f"{key}={given[key]!r:.60} of {family}: only {value!r} is supported")
+    if described.get("rotary_dim", 0) is None and "rotary_dim" in given:  # MiniMax
+        given.setdefault("partial_rotary_factor", given["rotary_dim"] / given.get("head_dim", described["head_dim"]))
+    if family == "gemma" and given.get("hidden_act") == "gelu":  # whose first files mean the other one by it
+        given["hidden_act"] = "gelu_pytorch_tanh"
     if "hidden_activation" in given:
         given["hidden_act"] = given["hidden_activation"]
     unread = {key for key in _SOME_FAMILIES if key not in described}
@@ -482,8 +456,8 @@ def _layer_types(family: str, values: Mapping[str, Any], layers: int) -> list[st
         raise ValueError(f"no_rope_layers has {len(values['no_rope_layers'])} entries for {layers} layers")
     if slides is None or not values.get("use_sliding_window", True):
         return ["full_attention"] * layers
-    made = ["sliding_attention" if slides(values, i) else "full_attention" for i in range(layers)]
-    kinds = list(values.get("layer_types") or made)
+    kinds = list(values.get("layer_types") or ())
+    kinds = kinds or ["sliding_attention" if slides(values, i) else "full_attention" for i in range(layers)]
     if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
         raise UnsupportedModel(
             f"layer_types={kinds!r:.120} of {family}: {layers} of full_attention or sliding_attention"
@@ -513,12 +487,20 @@ def _ropes(
         raise UnsupportedModel("rope type 'yarn' in a phi3 config is ambiguous: use the transformers backend")
     if values.get("position_embedding_type", "rope") != "rope":
         return (rope,), (None,) * len(kinds)
+    if FAMILIES[family].rope_in_windows and values.get("sliding_window"):
+        return (rope,), tuple(None if kind == "full_attention" else 0 for kind in kinds)
     return (rope,), tuple(0 if rotates(values, i) else None for i in range(len(kinds)))
 
 
-def _max_length(described: Family, longest: int, ropes: tuple[RopeConfig, ...]) -> int:
-    """Scaled ropes reach beyond max_position_embeddings in files that give the length before scaling."""
-    rope = ropes[0]
+def _max_length(described: Family, values: Mapping[str, Any], ropes: tuple[RopeConfig, ...]) -> int:
+    """Scaled ropes reach beyond max_position_embeddings in files that give the length before scaling.
+
+    Ministral 3 multiplies queries by 1 + beta log(1 + position // original): up to that length by 1, and there it ends.
+    """
+    rope, longest = ropes[0], size_of(values, "max_position_embeddings")
+    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if given.get("llama_4_scaling_beta"):
+        return min(longest, size_of(given, "original_max_position_embeddings", default=longest))
     if rope.kind in ("linear", "dynamic", "yarn") and not described.local_rope:
         return max(longest, int(rope.context * rope.factor))
     return longest
@@ -528,72 +510,3 @@ def _activation(name: object, gated: bool) -> Activation:
     if not isinstance(name, str) or name not in _ACTIVATIONS or (name == "relu2") == gated:
         raise UnsupportedModel(f"hidden_act={name!r:.60} is not one of {', '.join(_ACTIVATIONS)}: use transformers")
     return _ACTIVATIONS[name]
-
-
-def _deepseek_moe(described: Family, values: Mapping[str, Any]) -> MoeConfig:
-    """Experts in groups beside shared ones, without a gate; the settings that name a router must be the family's."""
-    method, scoring = values["topk_method"], values["scoring_func"]
-    known = ("noaux_tc",) if scoring == "sigmoid" else ("greedy", "group_limited_greedy")
-    if scoring != described.settings["scoring_func"] or method not in known:
-        raise UnsupportedModel(f"topk_method={method!r:.60} with scoring_func={scoring!r:.40} is no router of ours")
-    if values["moe_layer_freq"] != 1:
-        raise UnsupportedModel(f"moe_layer_freq={values['moe_layer_freq']!r:.40}: only 1 is supported")
-    experts, inner = _size(values, "n_routed_experts", _MOST_LAYERS), _size(values, "moe_intermediate_size")
-    groups = 1, 1
-    if method != "greedy":
-        count = _size(values, "n_group", experts)
-        groups = (1, 1) if count == 1 else (count, _size(values, "topk_group", count))
-    shared = inner * _size(values, "n_shared_experts") if values.get("n_shared_experts") else None
-    if "moe_shared_expert_intermediate_size" in described.settings:  # Nemotron-H
-        shared = _size(values, "moe_shared_expert_intermediate_size")
-        if values["moe_latent_size"] is not None:
-            raise UnsupportedModel("moe_latent_size: experts of a narrower row are not supported; use transformers")
-    if experts % groups[0] or experts < 2 * groups[0]:
-        raise ValueError(f"n_routed_experts {experts} cannot be in n_group {groups[0]}")
-    return MoeConfig(
-        experts=experts,
-        per_token=_size(values, "num_experts_per_tok", experts // groups[0] * groups[1]),
-        inner=inner,
-        renormalise=scoring == "sigmoid" and bool(values["norm_topk_prob"]),
-        shared_inner=shared,
-        sigmoid=scoring == "sigmoid",
-        groups=groups,
-        scale=_positive(values, "routed_scaling_factor"),
-        wide_router=True,
-        shared_gate=False,
-    )
-
-
-def _moe(described: Family, values: Mapping[str, Any]) -> MoeConfig | None:
-    if described.experts == "deepseek":
-        alone = described.recurrent is not None and "moe" not in (values["layer_types"] or ())
-        return None if alone else _deepseek_moe(described, values)
-    key, apart = "num_local_experts" if values.get("num_local_experts") else "num_experts", described.varied
-    if described.experts is None or not values.get(key) or (apart and not values["enable_moe_block"]):
-        return None
-    experts, qwen = _size(values, key, _MOST_LAYERS), described.experts == "qwen"
-    shared, limit = "shared_expert_intermediate_size", "swiglu_limit"
-    return MoeConfig(
-        experts=experts,
-        per_token=_size(values, "top_k_experts" if apart else "num_experts_per_tok", experts),
-        inner=_size(values, "moe_intermediate_size" if qwen or apart else "intermediate_size"),
-        renormalise=not qwen or bool(values.get("norm_topk_prob", False)),
-        shared_inner=_size(values, shared) if shared in described.settings else None,
-        biases=described.experts == "gpt_oss",
-        beside_mlp=described.experts in ("granite", "gemma"),
-        normed_apart=apart,
-        wide_router=apart,
-        clamp=(_positive(values, limit), _positive(values, "swiglu_alpha")) if limit in described.settings else None,
-    )
-
-
-def _sparse_layers(values: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    if "moe" in (kinds := values.get("layer_types") or ()):
-        return tuple(kind == "moe" for kind in kinds)
-    if kinds := values.get("mlp_layer_types"):
-        if len(kinds) != layers or not set(kinds) <= {"sparse", "dense"}:
-            raise ValueError(f"mlp_layer_types={kinds!r:.120}: must be {layers} of sparse or dense")
-        return tuple(kind == "sparse" for kind in kinds)
-    period, dense = int(values.get("decoder_sparse_step", 1)), values.get("mlp_only_layers") or ()
-    first = int(values.get("first_k_dense_replace", 0))
-    return tuple(i >= first and i not in dense and (i + 1) % period == 0 for i in range(layers))

@@ -253,7 +253,8 @@ class Decoder(SlotTarget):
         activation, rows, mlp = self.config.activation, self._normed(x, block.mlp_norm), block.mlp
         if isinstance(mlp, Experts):
             assert self.config.moe is not None
-            x.add_(self._whole(mix(rows, mlp, self.config.moe, activation)), alpha=self.config.residual_scale)
+            found = self._normed(self._whole(mix(rows, mlp, self.config.moe, activation)), block.after_mlp_norm)
+            x.add_(found, alpha=self.config.residual_scale)
             return
         inner = gate(linear(rows, mlp.gate_up, mlp.gate_up_bias), activation)
         self._add(x, inner, mlp.down, mlp.down_bias, block.after_mlp_norm)

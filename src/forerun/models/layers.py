@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.errors import ModelError
-from forerun.models.config import Activation, MoeConfig
+from forerun.models.config import Activation
+from forerun.models.moe import MoeConfig
 from forerun.models.rope import RopeConfig, frequencies
 
 Over = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]  # a function of rows, and rows -> what it makes of them

@@ -110,7 +110,9 @@ async def _watch(service: Service) -> None:
         await asyncio.sleep(POLL)
         await backend.refresh()
         if backend.looks_hung(settings.hang_seconds):
-            log.error("there was work, and no round for %g s: its requests are ended", settings.hang_seconds)
+            log.error(
+                "no progress for %g s although requests are running: they end with an error", settings.hang_seconds
+            )
             backend.give_up()
         if settings.restart and backend.failure is not None and not service.sleeping:
             restarted = await backend.restart()

@@ -255,7 +255,7 @@ class Watched(_Any):  # type: ignore[misc]
         if unread(self.transport) < before:
             self._look_later()
             return
-        log.warning("a client read nothing for %g s: its connection was cut off", self.patience)
+        log.warning("a client read nothing for %g s: disconnected", self.patience)
         self.transport.abort()
 
     def _stop_looking(self) -> None:

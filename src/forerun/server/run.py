@@ -72,7 +72,7 @@ def serve(
     `announce` is called once it listens; `trace` is a file that gets every round.
     """
     if settings.host not in (LOOPBACK, "localhost", "::1") and not settings.api_keys:
-        log.warning("listening on %s without an API key: everybody who reaches it may ask", settings.host)
+        log.warning("listening on %s without an API key: anybody who can reach it may send requests", settings.host)
     answer = _beside_a_process if front == "process" else _beside_a_thread
     with listener.dup() as spare:  # the server closes its own
         told = answer(loader, trace, lambda make: asyncio.run(_answer(make, settings, listener, announce)))
@@ -114,7 +114,7 @@ def _beside_a_thread(loader: Loader, trace: Path | None, answer: Answer) -> int 
 
 def _replace(listener: socket.socket) -> None:
     """Start this program anew, in this process; does not return."""
-    log.error("the engine hangs: starting anew")
+    log.error("the engine hangs: restarting the server")
     listener.set_inheritable(True)
     os.environ["FORERUN_LISTENER"] = str(listener.fileno())
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
@@ -165,7 +165,7 @@ async def _answer_with(
                 return
             self.told, self.until = sig, monotonic() + settings.drain_seconds
             service.draining = True
-            log.info("shutting down: %d texts have %g s to end", service.active, settings.drain_seconds)
+            log.info("shutting down: %d running texts have %g s to finish", service.active, settings.drain_seconds)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             await super().shutdown(sockets)

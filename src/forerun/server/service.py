@@ -87,7 +87,7 @@ class Service:
             )
         await self.backend.change_adapter(name, folder)
         self.adapters[name] = folder
-        log.info("the adapter %r is served now", name)
+        log.info("the adapter %r is loaded", name)
 
     async def unload_adapter(self, name: str) -> None:
         """Serve it no longer; texts that are being written with it are finished."""
@@ -99,7 +99,7 @@ class Service:
             )
         with suppress(UnknownName):  # an engine that was started again could not read it
             await self.backend.change_adapter(name, None)
-        log.info("the adapter %r is served no longer", name)
+        log.info("the adapter %r is unloaded", name)
 
     async def sleep(self) -> None:
         """Let the texts that are being written end, then have the engine give its memory back; others are refused."""
@@ -116,7 +116,7 @@ class Service:
                     self.sleeping = False
                     raise
                 self.metrics.asleep.set(1)
-                log.info("the engine sleeps: weights and KV cache are given back")
+                log.info("the engine sleeps: the memory of weights and KV cache is freed")
 
     async def wake_up(self) -> None:
         """Load the model again, and serve."""

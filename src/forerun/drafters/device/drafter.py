@@ -391,7 +391,9 @@ class OnDevice(Generic[Draft]):
         """From now on draft plainly."""
         self._failed = True
         reason = (str(error).splitlines() or [""])[0]
-        log.warning("drafting on the device failed, so it is done plainly: %s: %s", type(error).__name__, reason)
+        log.warning(
+            "drafting on the device failed; these sequences are decoded plainly: %s: %s", type(error).__name__, reason
+        )
         log.debug("where it failed", exc_info=error)
 
     def _propose_plainly(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
@@ -413,7 +415,7 @@ def built(
     except ForerunError:
         raise
     except Exception as error:  # no memory for its buffers, no working Triton: neither stops generation
-        log.warning("no drafts on the device, so the host drafts: %s: %s", type(error).__name__, error)
+        log.warning("the head cannot draft on the GPU, so the host drafts: %s: %s", type(error).__name__, error)
         return None
     return drafter
 

@@ -64,7 +64,7 @@ class Successors:
             starts = range(0, len(wanted), count * EACH)
             found = [_pass(target, seqs, wanted[first : first + count * EACH]) for first in starts]
         except torch.OutOfMemoryError as error:
-            log.warning("trees are drafted from matches alone: %s", error)
+            log.warning("no table of successors, so only matches are drafted: %s", error)
             return None
         finally:
             for seq in seqs:

@@ -78,13 +78,14 @@ def reason_against(config: DecoderConfig) -> str | None:
     widths = [config.width, *((moe.inner, moe.shared_inner or 0) if moe is not None else ())]
     widths += sorted({config.inner_of(layer) for layer in layers})
     dims = sorted({config.kv_sizes(layer)[1] for layer in layers})
-    if lacking := [name for name in config.features if name not in HAS]:
-        return f"it has no kernels for {config.special or lacking[0]}"
     if (recurrent := config.recurrent) is not None and recurrent.mlp_alone:
-        return "it has no kernels for layers that are feed-forward ones alone"
+        return "it has no kernels for feed-forward-only layers"
+    if lacking := [name for name in config.features if name not in HAS]:
+        return f"it has no kernels for {lacking[0]}"
     if recurrent is not None and max(recurrent.key_dim, recurrent.value_dim) > WIDEST_MEMORY:
         return f"memories of {recurrent.key_dim} by {recurrent.value_dim} numbers"
-    if moe is not None and (config.activation != "silu" or config.norms != BEFORE or config.residual_scale != 1.0):
+    norms = [name is None for name in config.norms] == [name is None for name in BEFORE]
+    if moe is not None and (config.activation != "silu" or not norms or config.residual_scale != 1.0):
         return "its experts have GeGLU, other norms than one before them, or scaled residuals"
     if (latent := config.latent) is not None:
         powers, sizes = (latent.rank, latent.rope_dim), (latent.key_dim, latent.value_dim, latent.query_rank or 0)

@@ -16,12 +16,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from forerun.models.config import MoeConfig
 from forerun.models.cuda.cubin.packing import BLOCK as BLOCK
 from forerun.models.cuda.cubin.packing import Strips as Strips
 from forerun.models.cuda.cubin.packing import pack_bf16, pack_bytes, pack_e4m3, pack_int4, pair_gates
 from forerun.models.layers import Experts
 from forerun.models.load.quantized.layouts import in_bytes, in_four_bits
+from forerun.models.moe import MoeConfig
 
 WeightKind = Literal["plain", "int8", "fp8", "w4", "file"]  # "file": as a quantised checkpoint has them
 Role = Literal["layer", "gate", "head"]  # of a weight in its model

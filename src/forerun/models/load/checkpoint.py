@@ -82,7 +82,7 @@ def _open_folder(name: str, folder: Path) -> Checkpoint:
     config = read_json(folder / "config.json")
     weights = _weights_of(folder, config)
     if str(config.get("model_type")) in WRAPPED:
-        log.warning("%s (%s) runs as a language model: it reads text, and no pictures", name, config["model_type"])
+        log.warning("%s (%s) runs as a language model: text only, no images", name, config["model_type"])
         # releases of the same class differ in what they mean where they do not say it
         config.setdefault("tie_word_embeddings", not any(key.endswith("lm_head.weight") for key in weights))
     return Checkpoint(name, folder, config, weights, cache(lambda: _tokenizer_of(folder, config)))

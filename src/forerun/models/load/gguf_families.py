@@ -107,7 +107,7 @@ def _qwen_moe_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
         "num_experts": metadata.integer(".expert_count"),
         "num_experts_per_tok": metadata.integer(".expert_used_count"),
         "moe_intermediate_size": metadata.integer(".expert_feed_forward_length", width),
-        "norm_topk_prob": metadata.architecture != "qwen2moe",
+        "norm_topk_prob": metadata.architecture not in ("qwen2moe", "olmoe"),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
@@ -152,8 +152,30 @@ def _smollm3_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
     }
 
 
+def _granite_moe_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    shared = metadata.integer(".expert_shared_feed_forward_length", 0, least=0)
+    return {**_llama_extra(metadata, file), **_mixtral_extra(metadata, file), "shared_intermediate_size": shared}
+
+
+def _exaone_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    """Which layers slide, where the file lists them; EXAONE 4's first files do not."""
+    listed = ".attention.sliding_window_pattern"
+    slides = metadata.items(listed, bool) if isinstance(metadata.find(listed), list) else []
+    kinds = ["sliding_attention" if one else "full_attention" for one in slides]
+    if not metadata.find(".attention.sliding_window"):
+        kinds = ["full_attention"] * metadata.integer(".block_count")
+    return {"layer_types": kinds[: _count_layers(metadata, file)] or None}
+
+
+def _glm4_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    """The converter makes halves of the neighbours that rotate together in models that read pictures."""
+    sections = metadata.find(".rope.dimension_sections")
+    return {**_llama_extra(metadata, file), "rope_interleave": not (isinstance(sections, list) and any(sections))}
+
+
 def _sigmoid_moe_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
-    """GLM-4.5's and DeepSeek's experts."""
+    """GLM-4.5's and DeepSeek's experts; MiniMax's and LFM2's files do not say that weights sum to 1."""
+    normed = metadata.architecture in ("minimax-m2", "lfm2moe")
     count = metadata.integer(".expert_count", 0, least=0)
     return {
         "n_routed_experts": count or None,
@@ -162,7 +184,7 @@ def _sigmoid_moe_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
         "n_shared_experts": metadata.integer(".expert_shared_count", 0, least=0),
         "first_k_dense_replace": metadata.integer(".leading_dense_block_count", 0, least=0),
         "routed_scaling_factor": metadata.real(".expert_weights_scale", 1.0),
-        "norm_topk_prob": metadata.flag(".expert_weights_norm", False),
+        "norm_topk_prob": metadata.flag(".expert_weights_norm", normed),
         "n_group": metadata.integer(".expert_group_count", 1),
         "topk_group": metadata.integer(".expert_group_used_count", 1),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
@@ -283,16 +305,25 @@ _EXTRAS: dict[str, Extra] = {
     "gemma2": _gemma_extra,
     "gemma3_text": _gemma_extra,
     "granite": _llama_extra,
-    "glm4": _llama_extra,
+    "glm4": _glm4_extra,
+    "exaone4": _exaone_extra,
+    "arcee": _llama_extra,
     "phi3": _phi_extra,
     "mixtral": _mixtral_extra,
     "qwen2_moe": _qwen_moe_extra,
     "qwen3_moe": _qwen_moe_extra,
     "gpt_oss": _oss_extra,
+    "olmoe": _qwen_moe_extra,
+    "granitemoe": _granite_moe_extra,
+    "granitemoeshared": _granite_moe_extra,
     "glm4_moe": _sigmoid_moe_extra,
+    "dots1": _sigmoid_moe_extra,
+    "minimax_m2": _sigmoid_moe_extra,
+    "exaone_moe": lambda metadata, file: _sigmoid_moe_extra(metadata, file) | _exaone_extra(metadata, file),
     "deepseek_v2": _latent_extra,
     "deepseek_v3": _latent_extra,
     "lfm2": _states_extra,
+    "lfm2_moe": lambda metadata, file: _sigmoid_moe_extra(metadata, file) | _states_extra(metadata, file),
     "qwen3_next": _states_extra,
     "qwen3_5_text": _states_extra,
     "qwen3_5_moe_text": _states_extra,
@@ -302,10 +333,14 @@ _EXTRAS: dict[str, Extra] = {
 }
 
 
+# Other names of architectures that are described; of models that read pictures, the file has the language part alone.
+_MORE_NAMES = {"nemotron_h_moe": "nemotron_h", "qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe"}
+
+
 def model_type_of(metadata: Metadata) -> str:
     """Hugging Face's name of a file's family; one architecture name, "llama", covers three."""
     known = {family.gguf: name for name, family in reversed(FAMILIES.items()) if family.gguf is not None}
-    known["nemotron_h_moe"] = "nemotron_h"
+    known |= _MORE_NAMES
     found = known.get(metadata.architecture)
     if found is None:
         raise UnsupportedModel(
@@ -316,6 +351,8 @@ def model_type_of(metadata: Metadata) -> str:
         return "mixtral"
     if found == "llama" and metadata.find(".attention.sliding_window"):
         return "mistral"
+    if found == "granitemoe" and metadata.find(".expert_shared_feed_forward_length"):
+        return "granitemoeshared"
     if found == "deepseek_v2" and metadata.find(".expert_gating_func") == _SIGMOID:
         return "deepseek_v3"
     return "olmo3" if found == "olmo2" and metadata.find(".attention.sliding_window") else found
@@ -467,8 +504,13 @@ def _scaling(metadata: Metadata, file: GgufFile, theta: float, width: int) -> di
         for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
             if metadata.find(f".rope.scaling.{theirs}") is not None:
                 scaling[ours] = metadata.real(f".rope.scaling.{theirs}")
-        if metadata.find(".rope.scaling.yarn_log_multiplier") is not None:  # a tenth of what authors call mscale
-            scale = round(10 * metadata.real(".rope.scaling.yarn_log_multiplier"), 6)
+        if metadata.find(".attention.temperature_scale"):
+            scaling["llama_4_scaling_beta"] = metadata.real(".attention.temperature_scale")
+        if (
+            metadata.find(".rope.scaling.yarn_log_multiplier") is not None
+        ):  # a tenth of what authors call mscale, mostly
+            tenth = 1 if metadata.architecture == "mistral3" else 10
+            scale = round(tenth * metadata.real(".rope.scaling.yarn_log_multiplier"), 6)
             scaling |= {"mscale": scale, "mscale_all_dim": scale}
     return scaling
 

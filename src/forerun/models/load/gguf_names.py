@@ -49,7 +49,7 @@ _TOP = {
 }
 _NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")  # in the order of forerun.models.families
 _AFTER_ATTENTION = ("attn_norm", "", "post_attention_norm", "")  # the norm before the feed-forward layer is named so
-_NAMED_SO = ("gpt-oss", "qwen3next", "qwen35", "qwen35moe", "glm4moe")
+_NAMED_SO = ("seed_oss", "gpt-oss", "qwen3next", "qwen35", "qwen35moe", "glm4moe")
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from forerun.models.config import DecoderConfig, LatentConfig, MoeConfig, RecurrentConfig, VariedConfig
+from forerun.models.config import DecoderConfig, LatentConfig, RecurrentConfig, VariedConfig
 from forerun.models.load.weights import Weights, missing_weight, surplus_weights, wrong_shape
+from forerun.models.moe import MoeConfig
 
 Shape = tuple[int, ...]
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
@@ -201,7 +202,7 @@ def _experts(config: DecoderConfig, moe: MoeConfig, weights: Weights, at: str) -
         yield at + "experts.gate_up_proj", (moe.experts, 2 * moe.inner, width)
         yield at + "experts.down_proj", (moe.experts, width, moe.inner)
     else:
-        old_names = f"{at}experts.0.w1.weight" in weights
+        old_names = config.file_name(f"{at}experts.0.w1.weight") in weights
         *into, out = expert_names(config, old_names)
         for i in range(moe.experts):
             for name in into:
@@ -220,5 +221,7 @@ def _experts(config: DecoderConfig, moe: MoeConfig, weights: Weights, at: str) -
         yield at + "gate.scale", (width,)
         yield at + "gate.per_expert_scale", (moe.experts,)
         yield from ((f"{at}norms.{place}.weight", (width,)) for place in ("before", "after", "dense"))
-    if moe.sigmoid:
-        yield at + "gate.e_score_correction_bias", (moe.experts,)
+    if moe.corrected:
+        name = config.file_name(at + "gate.e_score_correction_bias")
+        rows = name in weights and len(weights.shape(name)) == 2  # ERNIE's: one
+        yield at + "gate.e_score_correction_bias", (1, moe.experts) if rows else (moe.experts,)

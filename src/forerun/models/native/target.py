@@ -196,6 +196,8 @@ class NativeDecoder(Decoder):
         """What about this model the kernels cannot run; None = nothing."""
         if (latent := config.latent) is not None and latent.rank % 4:
             return f"kv_lora_rank={latent.rank} is no multiple of 4"
+        if config.moe is not None and config.moe.corrected and not config.moe.sigmoid:
+            return "it has corrected softmax routers"
         if config.recurrent is not None and config.recurrent.kernel > native.MOST_TAPS:
             return f"its convolutions read {config.recurrent.kernel} rows, more than {native.MOST_TAPS}"
         dims = {config.kv_sizes(layer)[1] for layer in range(config.layers)}

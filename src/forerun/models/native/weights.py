@@ -16,11 +16,12 @@ from torch import Tensor
 
 from forerun.models.base import LayerSubset
 from forerun.models.blocks import Checkpoint
-from forerun.models.config import Activation, DecoderConfig, LatentConfig, MoeConfig
+from forerun.models.config import Activation, DecoderConfig, LatentConfig
 from forerun.models.layers import unpair
 from forerun.models.load.quants import Blocks, dequantize
 from forerun.models.load.shapes import expert_names
 from forerun.models.load.weights import GgufWeights, Weights, missing_weight, wrong_shape
+from forerun.models.moe import MoeConfig
 from forerun.models.native.library import Experts, Latent, Layer, Mixer, Model
 from forerun.models.native.library import Weights as Parts
 from forerun.models.native.packing import (
@@ -269,7 +270,7 @@ class NativeReader:
         arrays = [(Parts * moe.experts)(*map(side_by_side, parts)) for parts in zip(*packed, strict=True)]
         found = Experts(moe.experts, moe.per_token, moe.inner, moe.renormalise, moe.sigmoid, *moe.groups)
         found.shared_inner, found.scale = moe.shared_inner or 0, moe.scale
-        found.correction = self._floats(at + "gate.e_score_correction_bias", moe.experts) if moe.sigmoid else None
+        found.correction = self._keep(self.names.correction(at)) if moe.corrected else None
         found.activation = _ACTIVATIONS[self.config.activation]
         found.limit, found.alpha = moe.clamp or (0.0, 0.0)
         found.router = self._router(at + "gate", moe.experts, moe.biases)

@@ -211,7 +211,7 @@ class SplitWeights(LazyTensors):
             return weight if kind in ("o_proj", "down_proj") else self._rows(kind, weight)
         if kind == "o_proj":
             return weight[:, self._queries]
-        if kind in ("down_proj", "w2"):
+        if kind in ("down_proj", "w2", "output_linear"):
             return weight[..., self._part.of(weight.shape[-1])]
         return self._rows(kind, weight)
 
@@ -230,7 +230,7 @@ class SplitWeights(LazyTensors):
             return torch.cat([part[cut] for part, cut in zip(torch.split(weight, sizes), cuts, strict=True)])
         if kind in ("gate_proj", "up_proj", "w1", "w3"):
             return weight[self._part.of(weight.shape[0])]
-        if kind == "gate_up_proj":  # [2I, D], of experts [E, 2I, D]
+        if kind in ("gate_up_proj", "input_linear"):  # [2I, D], of experts [E, 2I, D]
             at = weight.dim() - 2
             halves = weight.chunk(2, at)
             mine = self._part.of(halves[0].shape[at])

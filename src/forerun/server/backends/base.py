@@ -164,7 +164,7 @@ class Backend(ABC):
 
     async def sleep(self) -> None:
         """Give all memory of the engine back, its weights included, until `restart`; no request is under way."""
-        raise UnsupportedModel("only an engine in a process of its own sleeps: one replica, without --front thread")
+        raise UnsupportedModel("sleep needs one replica, and an engine in its own process: not with --front thread")
 
     async def restart(self) -> Restarted:
         """Start a new engine in place of one that has ended."""

@@ -176,7 +176,7 @@ class ProcessBackend(Backend):
             try:
                 await reply
             except ForerunError as error:
-                log.error("the adapter %r is not served any more: %s", name, error)
+                log.error("the adapter %r could not be loaded again: %s", name, error)
         return "yes"
 
     async def _wait_after(self, error: Exception) -> None:

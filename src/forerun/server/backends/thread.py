@@ -127,4 +127,4 @@ class LocalBackend(Backend):
     async def close(self) -> None:
         """End its thread; one that hangs is left behind."""
         if not await self._llm.close(CLOSING):
-            log.error("the engine hangs: its thread is left behind")
+            log.error("the engine hangs: its thread is abandoned")

@@ -43,7 +43,7 @@ def serve_replicas(settings: ClusterSettings, announce: Callable[[str], object])
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: told.set())
         told.wait()
-        log.info("shutting down: texts that run have %g s to end", settings.server_settings().drain_seconds)
+        log.info("shutting down: running texts have %g s to finish", settings.server_settings().drain_seconds)
 
 
 @contextmanager

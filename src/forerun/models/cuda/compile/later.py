@@ -94,7 +94,7 @@ class LaterCaptures:
             del group.captures[0]  # not one that was interrupted
         if not group.captures:
             self._groups.remove(group)
-            log.info("captured %s; %d other captures wait", group.what, len(self))
+            log.info("captured %s; %d captures left", group.what, len(self))
         return True
 
     def _group_for(self, batch: int | None) -> _Group | None:

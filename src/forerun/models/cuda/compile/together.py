@@ -134,7 +134,7 @@ class _Pool:
                     workers.append(Worker())
                 workers[0].compile(job)
         except Exception as error:
-            log.warning("a kernel is compiled without a process of its own: %s: %s", type(error).__name__, error)
+            log.warning("a kernel is compiled in the main process: %s: %s", type(error).__name__, error)
         return compile_kernel()
 
     def drop(self) -> None:

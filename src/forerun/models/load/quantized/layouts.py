@@ -293,7 +293,7 @@ class QuantizedWeights(Weights):
         self.device: torch.device | str = "cpu"
         self.names = self._schemes = self._find()
         if quantization.unused:
-            log.warning("%s: %s are not used: rows stay in 16 or 32 bits", files.folder, quantization.unused)
+            log.warning("%s: %s are ignored: activations stay in 16 or 32 bits", files.folder, quantization.unused)
 
     def on(self, device: torch.device | str) -> QuantizedWeights:
         there = copy(self)

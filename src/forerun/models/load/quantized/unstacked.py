@@ -1,9 +1,10 @@
-"""Experts one by one under their ordinary names, of gpt-oss files, which stack them and interleave gates and ups.
+"""Experts one by one under their ordinary names, of files that stack them: gpt-oss's, and Qwen3-VL's.
 
-On disk a layer has `experts.gate_up_proj` [E, D, 2I], gates in even columns and ups in odd ones, `experts.down_proj`
-[E, I, D] and a bias of each. In place of a weight there may be MXFP4: `_blocks` [E, outputs, inputs / 32, 16], two
-inputs to a byte, the first in the lower half, and `_scales` [E, outputs, inputs / 32], exponents of two. Such a weight
-is given in GGUF's order of the same numbers, which the kernels pack.
+On disk a layer has `experts.gate_up_proj` [E, D, 2I] and `experts.down_proj` [E, I, D]. Qwen3-VL's gates are the first
+half of the columns; gpt-oss has gates in even columns and ups in odd ones, and a bias of each. In place of a weight
+there may be MXFP4: `_blocks` [E, outputs, inputs / 32, 16], two inputs to a byte, the first in the lower half, and
+`_scales` [E, outputs, inputs / 32], exponents of two. Such a weight is given in GGUF's order of the same numbers, which
+the kernels pack.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile
-from forerun.models.families import FAMILIES
+from forerun.models.families import FAMILIES, WRAPPED
 from forerun.models.load.quants import MXFP4, Blocks, dequantize
 from forerun.models.load.weights import Weights
 
@@ -42,16 +43,32 @@ class _Place(NamedTuple):
 
 def unstack(family: str, weights: Named) -> Named | UnstackedExperts:
     """The same weights, with experts one by one where the family's files stack them gpt-oss's way."""
-    described = FAMILIES.get(family)
-    if described is None or described.experts != "gpt_oss" or not any(map(_STACK.fullmatch, weights)):
+    described = FAMILIES.get(WRAPPED[family].family if family in WRAPPED else family)
+    if described is None or described.experts not in ("gpt_oss", "qwen"):
         return weights
-    return UnstackedExperts(weights)
+    first = next(filter(_STACK.fullmatch, weights), None)
+    if first is None or (described.experts == "qwen" and not _is_turned(weights, first)):
+        return weights
+    return UnstackedExperts(weights, interleaved=described.experts == "gpt_oss")
+
+
+def _shape_of(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    return weights.shape(name) if isinstance(weights, Weights) else tuple(weights[name].shape)
+
+
+def _is_turned(weights: Mapping[str, Tensor], name: str) -> bool:
+    """Are experts stacked [E, inputs, outputs]? transformers' own stacks in memory are the other way round."""
+    names = (f"{name.rpartition('.')[0]}.{part}" for part in ("gate_up_proj", "down_proj"))
+    into, out = (_shape_of(weights, one) if one in weights else () for one in names)
+    return len(into) == len(out) == 3 and into[2] == 2 * out[1]
 
 
 class UnstackedExperts(Weights):
     """`X.experts.3.up_proj.weight` and so on; `X.router` is `X.gate`, as elsewhere."""
 
-    def __init__(self, whole: Mapping[str, Tensor]) -> None:
+    def __init__(self, whole: Mapping[str, Tensor], interleaved: bool = True) -> None:
+        """`interleaved`: gates and ups are columns in turn."""
+        self.interleaved = interleaved
         self.whole, self.device = whole, torch.device("cpu")
         self.quantization = whole.quantization if isinstance(whole, Weights) else None
         self.names = self._places = self._find()
@@ -121,7 +138,7 @@ class UnstackedExperts(Weights):
             raise self._damaged(stack + "_scales", f"is of {scales} where its blocks need {blocks[:3]}")
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return self.whole.shape(name) if isinstance(self.whole, Weights) else tuple(self.whole[name].shape)
+        return _shape_of(self.whole, name)
 
     def _find(self) -> dict[str, _Place | str]:
         """Every weight, and the name of the whole one, or its place in a stack."""
@@ -140,10 +157,13 @@ class UnstackedExperts(Weights):
         shape, end = self._shape(stack[0]), "bias" if stack[3] == "_bias" else "weight"
         if len(shape) < 2 or shape[0] > _MOST_EXPERTS:
             raise self._damaged(stack[0], f"is of {shape}, not experts")
+        places = _OUTPUTS[stack[2]]
+        if stack[2] == "gate_up_proj" and not self.interleaved:
+            places = {"gate_proj": slice(shape[-1] // 2), "up_proj": slice(shape[-1] // 2, None)}
         return {
             f"{stack[1]}{i}.{name}.{end}": _Place(stack[1] + stack[2], stack[3], i, outputs)
             for i in range(shape[0])
-            for name, outputs in _OUTPUTS[stack[2]].items()
+            for name, outputs in places.items()
         }
 
     def _damaged(self, name: str, what: str) -> DamagedFile:

@@ -27,10 +27,17 @@ FR_INLINE __m512i start(int format, const fr_group *q, int row, int last) {
     return _mm512_set1_epi32(FR_SHIFT_BITS);
 }
 
-FR_INLINE __m512i inputs_of(const fr_group *q, int row, int g) {
+/* sum += sixteen dot products of four weights and four inputs of a row, which one instruction loads and broadcasts: GCC's
+ * intrinsic takes two, and then what the processor can decode is the limit. */
+FR_INLINE __m512i add_products(__m512i sum, __m512i weights, const int8_t *inputs) {
+#if defined(__clang__)
     int32_t four;
-    memcpy(&four, &q->values[g / 4][row][g % 4 * 4], 4);
-    return _mm512_set1_epi32(four);
+    memcpy(&four, inputs, 4);
+    return _mm512_dpbusd_epi32(sum, weights, _mm512_set1_epi32(four));
+#else
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*(const int8_t(*)[4])inputs));
+    return sum;
+#endif
 }
 
 FR_INLINE __m512 add_scaled(__m512i sum, const fr_group *q, int row, __m512 d, __m512 total) {
@@ -49,7 +56,7 @@ FR_INLINE void add_block(int format, const uint8_t *block, const block_scales *s
             int g = from + (step == 8 ? i / 2 + i % 2 * 4 : i); /* both halves of a byte in turn */
             __m512i v = group(format, block, 1, g);
             FR_UNROLL for (int r = 0; r < rows; r++)
-                sum[r] = _mm512_dpbusd_epi32(sum[r], v, inputs_of(q + r / FR_GROUP * blocks, r % FR_GROUP, g));
+                sum[r] = add_products(sum[r], v, q[r / FR_GROUP * blocks].values[g / 4][r % FR_GROUP] + g % 4 * 4);
         }
         if (has_offsets(format))
             FR_UNROLL for (int r = 0; r < rows; r++)

@@ -1,0 +1,255 @@
+"""Families with ordinary attention and one feed-forward layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forerun.models.families.family import (
+    GLM4_NORMS,
+    ONLY_AFTER,
+    SANDWICH,
+    Family,
+    but_every_nth,
+    but_the_first_of_four,
+    from_a_layer_on,
+    in_every_layer,
+    without_positions,
+)
+
+QWEN: dict[str, Any] = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+GEMMA: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "tie_word_embeddings": True,
+}
+_MINISTRAL3_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+_CWM_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_GLM: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-07,
+    "partial_rotary_factor": 0.5,
+    "rope_interleave": True,
+}
+GRANITE: dict[str, Any] = {
+    "max_position_embeddings": 2048,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+EXAONE: dict[str, Any] = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+    "layer_types": None,
+}
+
+DENSE: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", {"max_position_embeddings": 2048}, gguf="llama", gguf_interleaves=True),
+    "mistral": Family(
+        "MistralForCausalLM",
+        {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+        slides=in_every_layer,
+        gguf="llama",
+        gguf_interleaves=True,
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072, "layer_types": None},
+        slides=in_every_layer,
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "rope_parameters": _MINISTRAL3_ROPE,
+            "max_position_embeddings": 262144,
+            "sliding_window": None,
+        },
+        slides=in_every_layer,
+        gguf="mistral3",
+        gguf_interleaves=True,
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", {**QWEN, "layer_types": None}, slides=from_a_layer_on, gguf="qwen2"),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        {**QWEN, "layer_types": None, "head_dim": 128},
+        qk_norm="head",
+        slides=from_a_layer_on,
+        gguf="qwen3",
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "layer_types": None,
+        },
+        slides=without_positions,
+        gguf="smollm3",
+        gguf_interleaves=True,
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288},
+        gguf="seed_oss",
+    ),
+    "cwm": Family(
+        "CwmForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "rope_parameters": _CWM_ROPE,
+            "max_position_embeddings": 131072,
+            "sliding_window": 8192,
+            "layer_types": None,
+        },
+        slides=but_the_first_of_four,
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+        rope_pairs="neighbours",
+        gguf="ernie4_5",
+    ),
+    "helium": Family(
+        "HeliumForCausalLM",
+        {"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8, "max_position_embeddings": 4096},
+        rope_pairs="neighbours",
+    ),
+    "arcee": Family(
+        "ArceeForCausalLM",
+        {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+        gated=False,
+        gguf="arcee",
+        gguf_interleaves=True,
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        {
+            "vocab_size": 256000,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        },
+        norm_offset=True,
+        scaled_embedding=True,
+        gguf="gemma",
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        {
+            **GEMMA,
+            "vocab_size": 256000,
+            "sliding_window_pattern": 2,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        norms=SANDWICH,
+        norm_offset=True,
+        scaled_embedding=True,
+        slides=but_every_nth,
+        gguf="gemma2",
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {
+            **GEMMA,
+            "vocab_size": 262208,
+            "sliding_window_pattern": 6,
+            "max_position_embeddings": 131072,
+            "final_logit_softcapping": None,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
+        norms=SANDWICH,
+        norm_offset=True,
+        scaled_embedding=True,
+        qk_norm="head",
+        slides=but_every_nth,
+        local_rope=True,
+        gguf="gemma3",
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None},
+        slides=in_every_layer,
+        gguf="phi3",
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        norms=ONLY_AFTER,
+        qk_norm="all",
+        gguf="olmo2",
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "layer_types": None,
+        },
+        norms=ONLY_AFTER,
+        qk_norm="all",
+        slides=but_every_nth,
+        local_rope=True,
+        gguf="olmo2",
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        EXAONE,
+        norms=ONLY_AFTER,
+        qk_norm="head",
+        slides=but_every_nth,
+        rope_in_windows=True,
+        gguf="exaone4",
+    ),
+    "granite": Family("GraniteForCausalLM", GRANITE, gguf="granite", gguf_interleaves=True),
+    "glm": Family("GlmForCausalLM", _GLM, rope_pairs="neighbours"),
+    "glm4": Family("Glm4ForCausalLM", _GLM, norms=GLM4_NORMS, rope_pairs="neighbours", gguf="glm4"),
+}
