@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
@@ -30,6 +32,21 @@ def test_what_follows_the_equals_sign_is_what_the_drafter_runs(tiny_folder: str,
     assert made[1].draft is made[2].lower.upper.draft  # type: ignore[attr-defined]  # loaded once
     with pytest.raises(InvalidInput, match="has no head"):
         contenders.build_head(llm, DrafterSetup("ngram=x", "ngram", None, "x"), {})
+
+
+def test_it_measures_with_the_threads_that_a_user_would_have(tiny_folder: str, monkeypatch: Any) -> None:
+    """OMP_NUM_THREADS, and slow cores, count here as for `LLM`; before, it took every core."""
+    monkeypatch.setattr(contenders, "fresh_costs", lambda llm: CostModel({1: 1.0}))
+    before = torch.get_num_threads()
+    own = (os.cpu_count() or 1) + 1
+    try:
+        torch.set_num_threads(own)
+        contenders.load(Settings(model=tiny_folder, setups=parse_setups(["ngram"]), device="cpu"))
+        assert torch.get_num_threads() == own
+        contenders.load(Settings(model=tiny_folder, setups=parse_setups(["ngram"]), device="cpu", threads=1))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.slow

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -209,6 +212,26 @@ def test_an_interrupted_run_leaves_nothing(error: type[BaseException], tmp_path:
         write_rounded(open_checkpoint(str(folder)), tmp_path / "out", "int8")
 
 
+ENDED = """
+import os, signal, sys
+from forerun.cli import app
+from forerun.models.load.quantized import writing
+writing._copy_others = lambda *_: os.kill(os.getpid(), signal.{name})
+sys.argv = ["forerun", "quantize", {folder!r}, {out!r}, "--to", "int8", "--no-report"]
+app.main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_run_that_is_ended_from_outside_leaves_nothing(name: str, tmp_path: Path) -> None:
+    """Half of a large model is gigabytes, in a folder whose name begins with a dot."""
+    folder = plain(tmp_path / "plain")
+    code = ENDED.format(name=name, folder=str(folder), out=str(tmp_path / "out"))
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"], ended.stderr
+    assert ended.returncode == 128 + getattr(signal, name)
+
+
 def change(folder: Path, **settings: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config_of(folder) | settings))
 
@@ -284,6 +307,7 @@ def test_the_command_writes_measures_and_the_folder_runs(
         printed, document = capsys.readouterr().out, json.loads(saved.read_text())
         assert f"{tmp_path / kind}: 0 MB, " in printed.replace("\n", "")
         assert "same likeliest token" in printed
+        assert "20 tokens say little about quality" in printed
         quality = document["quality"]
         assert quality["tokens"] == 20  # 11 of each prompt, less the first
         assert quality["original"]["kl"] == 0.0

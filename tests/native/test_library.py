@@ -39,6 +39,10 @@ def _ask(setting: str, path: str = "") -> str:
 def test_it_can_be_turned_off_and_says_why_it_is_missing(tmp_path: Path) -> None:
     assert _ask("0").startswith("False  FORERUN_NATIVE=0")
     assert "absent.so names no file; unset it" in _ask(str(tmp_path / "absent.so"))
+    asked = "from forerun.models.native import library as n; n.available(); n.isa()"
+    environment = {**os.environ, "FORERUN_NATIVE": str(tmp_path / "absent.so")}
+    told = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True)
+    assert told.stderr.count("absent.so names no file, so torch computes, more slowly") == 1
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"\x7fELF, but no more")
     assert "does not load" in _ask(str(broken))

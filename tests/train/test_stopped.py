@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from forerun.cli.app import app
+from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.loop import Progress
 from forerun.train.options import Method, TrainOptions
@@ -51,6 +52,25 @@ def test_what_was_learnt_until_then_can_be_used(
     assert any(not torch.equal(at_three[name], ended[name]) for name in whole)
     for name in whole:
         assert torch.allclose(ended[name].float(), whole[name].float(), atol=1e-3), name
+
+
+def test_other_settings_are_refused_before_the_target_is_loaded(
+    tiny: Checkpoint, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_for("medusa", tiny, texts, tmp_path / "a", steps=2, save_every=1, batch_tokens=256)
+    train(options)
+
+    def loaded(*_: object, **__: object) -> None:
+        raise AssertionError("a large target takes minutes")
+
+    monkeypatch.setattr("forerun.train.run.load_teacher", loaded)
+    with pytest.raises(InvalidInput, match=r"a run with batch_tokens=256, not 512; .*another --out"):
+        train(replace(options, batch_tokens=512))
+    (tmp_path / "a" / "checkpoint" / "run.json").write_text("{")
+    with pytest.raises(DamagedFile, match="is damaged"):
+        train(options)
+    with pytest.raises(AssertionError, match="takes minutes"):  # another folder goes on to load it
+        train(replace(options, out=str(tmp_path / "b")))
 
 
 def test_nothing_is_written_where_nothing_was_saved(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def main() -> None:
 
 
 def run() -> None:
-    """The entry point of the `forerun` script."""
+    """Run the command that was named, and leave."""
     try:
         main()
     except SystemExit as ended:

@@ -193,11 +193,12 @@ def quality(
         raise UnknownName(f"unknown KV cache format {unknown[0]!r}; known: {', '.join(get_args(KvDtype))}")
     import torch
 
-    from forerun.measure.machine import cores, machine_facts
+    from forerun.measure.machine import machine_facts
     from forerun.measure.memory import resident
     from forerun.measure.quality import measure_kv, measure_quality, read_text
 
-    torch.set_num_threads(threads or cores())
+    if threads:
+        torch.set_num_threads(threads)
     with Console(stderr=True).status("loading") as status:
         found = measure_quality(
             model, names, read_text(text), window, lambda name: status.update(f"{name}: reading the text")

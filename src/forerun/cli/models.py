@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -24,6 +28,7 @@ from forerun.models.load.catalog import pull as pull_model
 from forerun.models.load.quantized.scheme import describe
 
 models = typer.Typer(invoke_without_command=True)
+_FEW_TOKENS = 1000  # the text of ours has more
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,7 @@ def quantize(
     check_out(out)
     texts = None if no_report else _texts(prompts)
     sizes = {} if calibrate is None else _input_sizes(model, to, calibrate)
-    with _bar(hidden=False) as bar:
+    with _ended_tidily(), _bar(hidden=False) as bar:
         task = bar.add_task(f"writing {out.name}", total=None)
         write_rounded(
             open_checkpoint(model),
@@ -133,6 +138,24 @@ def quantize(
         document["quality"] = _measured(model, out, texts)
     if not write_document(json_file, document) and texts is not None:
         _show_quality(document["quality"], to.value)
+
+
+@contextmanager
+def _ended_tidily() -> Iterator[None]:
+    """SIGTERM and a closed terminal end the command as Ctrl-C does: the part that is written is removed."""
+    names = [signal.SIGTERM] if sys.platform == "win32" else [signal.SIGTERM, signal.SIGHUP]
+    usual = [each for each in names if signal.getsignal(each) is signal.SIG_DFL]  # nohup ignores one of them
+    for each in usual:
+        signal.signal(each, _end)
+    try:
+        yield
+    finally:
+        for each in usual:
+            signal.signal(each, signal.SIG_DFL)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)  # as shells count it
 
 
 def _texts(prompts: Path | None) -> list[str]:
@@ -170,7 +193,12 @@ def _show_quality(found: Mapping[str, Any], to: str) -> None:
     table = figure_table(title, "", "perplexity", "same likeliest token", "mean KL, nats")
     for name, figures in (("original", found["original"]), (to, found["rounded"])):
         table.add_row(name, f"{figures['perplexity']:.3f}", f"{figures['agreement']:.2%}", f"{figures['kl']:.2g}")
-    print_table(table_console(), table)
+    console = table_console()
+    print_table(console, table)
+    if found["tokens"] < _FEW_TOKENS:
+        console.print(
+            f"{found['tokens']} tokens say little about quality; give prompts of {_FEW_TOKENS} or more in all"
+        )
 
 
 def in_units(size: int | None) -> str:

@@ -61,18 +61,34 @@ def write_checkpoint(
     part.replace(kept)
 
 
+def refuse_another_run(folder: Path, options: TrainOptions) -> None:
+    """Raise where the folder holds a checkpoint of other settings: asked before a target is loaded for minutes."""
+    if (folder / "checkpoint" / "run.json").is_file():
+        _read_run(folder, options)
+
+
+def _read_run(folder: Path, options: TrainOptions) -> Any:
+    """The step as the file has it; the settings are those of the run."""
+    kept = folder / "checkpoint"
+    try:
+        known = json.loads((kept / "run.json").read_text(encoding="utf-8"))
+        step, theirs = known["step"], dict(known["options"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _damaged(kept, brief(error)) from None
+    _must_be_ours(folder, theirs, options)
+    return step
+
+
 def read_checkpoint(folder: Path, options: TrainOptions, named: Mapping[str, nn.Parameter]) -> Saved | None:
     """The checkpoint in a run's folder, if there is one; it must be of a run with these options and parameters."""
     kept = folder / "checkpoint"
     if not (kept / "run.json").is_file():
         return None
+    step = _read_run(folder, options)
     try:
-        known = json.loads((kept / "run.json").read_text(encoding="utf-8"))
-        step, theirs = known["step"], dict(known["options"])
         weights, flat = load_file(kept / "weights.safetensors"), load_file(kept / "optimizer.safetensors")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise _damaged(kept, brief(error)) from None
-    _must_be_ours(folder, theirs, options)
     if type(step) is not int or step < 0:
         raise _damaged(kept, f"it was saved at step {step!r:.40}")
     moments: dict[str, dict[str, Tensor]] = {}

@@ -34,7 +34,7 @@ from forerun.drafters.heads.formats import SCALES, DraftVocabulary, read_config,
 from forerun.drafters.heads.medusa import HeadsConfig, read_heads
 from forerun.heads import kind_of
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.train.checkpoint import write_provenance
+from forerun.train.checkpoint import refuse_another_run, write_provenance
 from forerun.train.data.corpus import Batch, Batches, Corpus, hash_of
 from forerun.train.data.folder import other_targets, require_texts
 from forerun.train.loop import Report, Trainer
@@ -55,6 +55,7 @@ def train(
     options: TrainOptions, report: Report = lambda progress: None, say: Callable[[str], None] = log.info
 ) -> Measured:
     require_texts(options)  # before anything is loaded
+    refuse_another_run(Path(options.out), options)
     accelerator = _accelerator()
     device = torch_device(options.device) if accelerator is None else accelerator.device
     corpus = Corpus(

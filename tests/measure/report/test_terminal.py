@@ -105,6 +105,12 @@ def test_texts_that_differ_and_cells_that_promise_the_law_are_told(capsys: pytes
     assert row(text, "By conditions", "auto, temperature 0.7").split()[-2:] == ["in", "law"]
 
 
+def test_plain_alone_has_nothing_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    result = result_of({"plain": [3.0, 3.0]})
+    assert result["cells"][0]["equal"] is None
+    assert "guarantee the law" not in printed(capsys, result)
+
+
 def test_a_run_on_a_cpu_shows_formats_memory_and_named_ratios(capsys: pytest.CaptureFixture[str]) -> None:
     result = result_of({"llama_cpp": [4.0, 4.4], "plain": [2.0, 2.0], "auto": [1.0, 1.0]})
     result["modes"] = {

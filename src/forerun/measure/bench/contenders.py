@@ -32,7 +32,6 @@ from forerun.core.types import Request
 from forerun.drafters.base import Drafter, Parts
 from forerun.measure.bench.alternate import Contender, Written
 from forerun.measure.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS, Cell, DrafterSetup, Settings
-from forerun.measure.machine import cores
 from forerun.measure.peers.process import Peers
 from forerun.models.base import Target
 from forerun.models.load import checkpoint as loading
@@ -43,11 +42,11 @@ LAYERS = "layer_skip"  # what follows `=` is its plan
 
 def load(settings: Settings) -> tuple[LLM, CostModel]:
     refuse_missing_parts(settings)
-    threads = settings.threads or cores()
-    torch.set_num_threads(threads)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     config = EngineConfig(
         dtype=cast(Dtype, settings.dtype), kv_dtype=cast(KvDtype, settings.kv_dtype), device=settings.device,
-        threads=threads, max_batch=max(8, *settings.batches),
+        threads=settings.threads, max_batch=max(8, *settings.batches),
     )  # fmt: skip
     speculative = SpeculativeConfig(draft_model=settings.draft_model, budget=settings.budget)
     llm = LLM.load(settings.model, speculative_config=speculative, config=config)

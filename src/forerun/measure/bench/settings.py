@@ -106,7 +106,7 @@ class Settings:
     dtype: str = "auto"
     kv_dtype: str = "auto"
     device: str = "auto"
-    threads: int | None = None  # None = one per core
+    threads: int | None = None  # None = as many as `LLM` takes by itself
 
     def __post_init__(self) -> None:
         for name in ("repeats", "max_tokens", "budget"):

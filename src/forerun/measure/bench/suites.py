@@ -95,7 +95,7 @@ def _read(path: str | Path | None) -> str:
     built_in = path is None or str(path) == BUILT_IN
     source = files("forerun.measure.bench").joinpath("prompts.jsonl") if built_in else Path(str(path))
     if isinstance(source, Path) and not source.is_file():
-        raise InvalidInput(f"no prompts at {str(source)!r}; give a JSONL file, or none for the built-in suite")
+        raise InvalidInput(f"no prompts at {str(source)!r}; give the path of a JSONL file with them")
     return source.read_text(encoding="utf-8")
 
 

@@ -43,7 +43,7 @@ def _closing_lines(result: Mapping[str, Any]) -> Iterator[str]:
     yield f"Texts: {summary.equality(result)}"
     for name, found in result["equal_to_own_plain"].items():
         yield f"{name}: {found['equal']} of {found['texts']} texts equal those of {found['plain']}."
-    if any(cell["equal"] is None for cell in result["cells"]):
+    if summary.drafters_of(result) and any(cell["equal"] is None for cell in result["cells"]):
         yield "Some cells guarantee the law, not the text, and were not compared."
     yield summary.INTERVALS
     yield from summary.notes(result)  # warnings again, below the tables

@@ -277,6 +277,7 @@ def _load() -> tuple[Any, str | None]:
         return None, "FORERUN_NATIVE=0 turns it off; unset it"
     path = Path(setting) if setting else _BUILT
     if setting and not path.is_file():
+        log.warning("FORERUN_NATIVE=%s names no file, so torch computes, more slowly: unset it", setting)
         return None, f"FORERUN_NATIVE={setting} names no file; unset it"
     if not path.is_file():
         return None, "it was not built: install a C compiler and then forerun again"
