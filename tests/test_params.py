@@ -91,6 +91,12 @@ def test_memory_is_bytes_or_a_share(given: object, kept: object) -> None:
     assert EngineConfig(kv_memory=given).kv_memory == kept  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("given", [50, "50", 1.5, "100"])
+def test_memory_of_a_few_bytes_was_meant_as_percent(given: object) -> None:
+    with pytest.raises(InvalidInput, match=rf"kv_memory=.*8GB.*; {float(str(given)):g}% is a share"):
+        EngineConfig(kv_memory=given)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("given", [0, -1, "", "GB", "8 apples", "101%", "-5%", True, [], float("nan"), 2**70])
 def test_memory_that_is_none_is_refused(given: object) -> None:
     with pytest.raises(InvalidInput, match=r"kv_memory=.*8GB"):

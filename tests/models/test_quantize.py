@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun import LLM, SamplingParams
 from forerun.cli import app
+from forerun.cli.models import show_quality
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.measure.quality import WINDOW, cut, input_sizes
 from forerun.models.config import DecoderConfig
@@ -293,6 +294,14 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> int:
     with pytest.raises(SystemExit) as ended:
         app.main()
     return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(("agreement", "said"), [(0.68, "32% of the likeliest tokens are no longer"), (0.9, "")])
+def test_many_changed_tokens_are_told(agreement: float, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"perplexity": 23.6, "agreement": agreement, "kl": 0.3}
+    show_quality({"tokens": 5000, "window": 512, "original": figures, "rounded": figures}, "w4")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (said in printed) if said else ("no longer" not in printed)
 
 
 def test_the_command_writes_measures_and_the_folder_runs(

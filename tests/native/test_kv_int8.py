@@ -191,6 +191,17 @@ def test_what_a_gpu_cannot_do_is_refused_before_weights_are_read(
     assert "\n" not in str(error.value)
 
 
+def test_what_runs_in_torch_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from forerun.models.native.target import native_decoder
+
+    config, weights = save(llama(), tmp_path)
+    family = DecoderConfig.from_hf(config)
+    assert native_decoder(family, weights, "float32", None, None) is not None
+    assert not caplog.records
+    assert native_decoder(family, weights, "float16", None, None) is None
+    assert "the C kernels have no dtype='float16': it runs in torch" in caplog.text
+
+
 def test_torch_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from forerun.models.native.target import native_decoder
 

@@ -29,6 +29,7 @@ from forerun.models.load.quantized.scheme import describe
 
 models = typer.Typer(invoke_without_command=True)
 _FEW_TOKENS = 1000  # the text of ours has more
+_MANY_CHANGES = 0.15  # of the likeliest tokens: more is worth a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def quantize(
     if texts is not None:
         document["quality"] = _measured(model, out, texts)
     if not write_document(json_file, document) and texts is not None:
-        _show_quality(document["quality"], to.value)
+        show_quality(document["quality"], to.value)
 
 
 @contextmanager
@@ -188,7 +189,7 @@ def _measured(model: str, out: Path, texts: list[str]) -> dict[str, Any]:
             raise InvalidInput(f"{out} is complete, but its quality cannot be measured: {error}") from None
 
 
-def _show_quality(found: Mapping[str, Any], to: str) -> None:
+def show_quality(found: Mapping[str, Any], to: str) -> None:
     title = f"{found['tokens']} tokens, {found['window']} at a time, against the original"
     table = figure_table(title, "", "perplexity", "same likeliest token", "mean KL, nats")
     for name, figures in (("original", found["original"]), (to, found["rounded"])):
@@ -199,6 +200,9 @@ def _show_quality(found: Mapping[str, Any], to: str) -> None:
         console.print(
             f"{found['tokens']} tokens say little about quality; give prompts of {_FEW_TOKENS} or more in all"
         )
+    elif (changed := 1.0 - found["rounded"]["agreement"]) > _MANY_CHANGES:
+        cure = "int8 and fp8 stay closer to it" if to == "w4" else "measure it on your own prompts with --prompts"
+        console.print(f"{changed:.0%} of the likeliest tokens are no longer the original's: texts will differ; {cure}")
 
 
 def in_units(size: int | None) -> str:

@@ -123,6 +123,8 @@ def as_memory(name: str, value: Any) -> int | float | None:
         amount *= (1024 if "I" in unit else 1000) ** (1 + "KMGT".find(unit[0]))
     if not 0 < amount < 2**60 or (unit == "%" and amount > 1):
         raise refuse(name, value, "bytes such as 8GB or 512MiB, or a share of what is free such as 50%")
+    if unit == "" and 1 < amount <= 100:
+        raise refuse(name, value, f"bytes such as 8GB or 512MiB; {amount:g}% is a share of what is free")
     return amount if amount <= 1 else int(amount)
 
 

@@ -406,7 +406,9 @@ def native_decoder(
             reason = native.why_not() or reason or f"dtype={dtype!r} runs in torch"
             raise InvalidInput(f"kv_dtype={kv_dtype!r} needs the native kernels: {reason}; or use kv_dtype='auto'")
         if reason is not None:
-            log.info("the C kernels cannot run this model: %s; it runs in torch", reason)
+            log.warning("the C kernels cannot run this model: %s; it runs in torch, several times slower", reason)
+        elif native.available():
+            log.warning("the C kernels have no dtype=%r: it runs in torch, several times slower; auto is faster", dtype)
         return None
     made = NativeDecoder
     if config.recurrent is not None:
