@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from forerun.core.types import WALL, Greedy, Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
+from forerun.core.clock import WALL
+from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
 from forerun.models.base import ON_CPU, ON_GPU, Abilities, SharedWeights
 from forerun.models.cuda.plan import MAX_ROWS, beside_trees, least_rows, rows_beside
 from forerun.models.slots import UnpagedTarget
@@ -27,7 +28,7 @@ NEVER_COMES = 0  # what the target would say behind a draft that is wrong
 
 
 class Clock(Protocol):
-    """A `forerun.core.types.Clock` that can wait."""
+    """A `forerun.core.clock.Clock` that can wait."""
 
     @property
     def seconds(self) -> float: ...

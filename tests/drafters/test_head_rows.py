@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SamplingParams
-from forerun.core.types import WALL, Budget, Clock, Scores, TreeBatch, Verdict
+from forerun.core.types import Budget, Scores, TreeBatch, Verdict
 from forerun.drafters.heads.base import (
     UNMEASURED,
     Calibration,

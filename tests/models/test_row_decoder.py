@@ -22,7 +22,7 @@ from forerun.models import layers
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import check_supported
 from forerun.models.decoder import Decoder
-from forerun.models.hybrid import latent as latent_module
+from forerun.models.hybrid import attention as attention_module
 from forerun.models.hybrid import rows as rows_module
 from forerun.models.hybrid.target import RowDecoder
 from forerun.models.load.shapes import expected_shapes
@@ -185,7 +185,7 @@ def all_groups(scores: Tensor, config: Any) -> Tensor:
 
 def test_norms_of_latents_have_an_epsilon_of_their_own(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     model, config, weights = made("deepseek_v3-wide")
-    monkeypatch.setattr(latent_module, "EPS", config["rms_norm_eps"])
+    monkeypatch.setattr(attention_module, "EPS", config["rms_norm_eps"])
     assert far_from(model, make_decoder(config, weights), text(1, 60)) > 1e-2
 
 
@@ -195,7 +195,7 @@ def test_a_part_that_is_left_out_is_caught(wrong: str, made: Made, monkeypatch: 
     tokens, changed = text(1, 60), dict(weights)
     assert far_from(model, make_decoder(config, weights), tokens) < 2e-4
     if wrong == "rotation":
-        monkeypatch.setattr(latent_module, "rotate_", leave)
+        monkeypatch.setattr(attention_module, "rotate_", leave)
     elif wrong == "correction":
         changed |= {key: one * 0 for key, one in weights.items() if "correction" in key}
     elif wrong == "groups":

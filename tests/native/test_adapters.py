@@ -424,7 +424,7 @@ def test_adapters_that_cannot_be_served_are_refused_in_one_line(tiny: Tiny, tmp_
         (pool, "x", str(tmp_path / "head"), UnsupportedModel, "load the adapter's folder as a model"),
         (pool, "x", str(damaged), DamagedFile, "is damaged"),
         (pool, "x", str(strange), DamagedFile, "no two matrices"),
-        (torch_only, "x", good, UnsupportedModel, "our own CPU and GPU decoders only"),
+        (torch_only, "x", good, UnsupportedModel, "our own CPU or GPU decoder"),
     ):
         with pytest.raises(kind, match=said) as refused:
             used.add(name, folder)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -37,11 +36,6 @@ from forerun.core.tree import TreeBatch as TreeBatch
 from forerun.core.tree import TreeForm as TreeForm
 from forerun.core.tree import Verdict as Verdict
 from forerun.core.tree import offsets as offsets
-
-# Seconds since some start. Engine, controller, drafters and simulations read the clock that the target states
-# (`Abilities.clock`) and no other: a real target's is WALL, a simulated device has its own.
-Clock = Callable[[], float]
-WALL: Clock = perf_counter
 
 
 class LoadedAdapter(Protocol):

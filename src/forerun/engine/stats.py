@@ -12,8 +12,8 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput
-from forerun.core.types import WALL, Clock
 
 if TYPE_CHECKING:
     from forerun.core.tree import Seconds

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput, VocabularyMismatch
 from forerun.core.request import SourceRules
-from forerun.core.types import WALL, Clock, Needs, Prompts, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 from forerun.models.attention import SparseContext
 from forerun.models.config import DecoderConfig
 from forerun.models.layers import Rotations

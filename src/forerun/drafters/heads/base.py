@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.core.params import SamplingParams, SpeculativeConfig
-from forerun.core.types import WALL, Budget, Clock, PlainSeq, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, PlainSeq, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.heads.formats import DraftVocabulary, check_weight, rates_in, readers, settings_in, size_in
 from forerun.models.base import Abilities, SharedWeights, Target
 from forerun.models.layers import pair_up

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.params import SamplingParams
-from forerun.core.types import WALL, Budget, Clock, Needs, Offer, Seq
+from forerun.core.types import Budget, Needs, Offer, Seq
 from forerun.drafters.base import NEGLIGIBLE, Parts
 from forerun.drafters.device.growth import DraftNoise, Replays, Work, settings_of
 from forerun.drafters.heads.base import (

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.core.types import WALL, Budget, Clock, Needs, Offer, Scores, Seq, TreeBatch, Verdict
+from forerun.core.clock import WALL, Clock
+from forerun.core.types import Budget, Needs, Offer, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.heads.base import UNMEASURED, Calibration, Meter, ObservedRows, is_drawn, is_ready, observe_rows
 from forerun.drafters.heads.growth import Drawn, Ranks, Tree, grow_ranked, lay_out
 

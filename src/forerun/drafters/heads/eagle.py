@@ -20,8 +20,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
-from forerun.core.types import WALL, Budget, Clock, Needs, Offer, Seq, TreeBatch, lone_roots
+from forerun.core.types import Budget, Needs, Offer, Seq, TreeBatch, lone_roots
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.heads.base import UNMEASURED, Meter, Sizes, head_dtype, is_ready, wants_sampling
 from forerun.drafters.heads.drafter import PROMPT, RowsDrafter
@@ -48,7 +49,7 @@ from forerun.drafters.heads.formats import (
 from forerun.drafters.heads.growth import Drawn, Tree, sample_trees
 from forerun.models.base import Target
 from forerun.models.config import DecoderConfig
-from forerun.models.hybrid.latent import LatentAttention
+from forerun.models.hybrid.attention import LatentAttention
 from forerun.models.hybrid.rows import threads_for_rows
 from forerun.models.hybrid.weights import GatedAttention, HybridCheckpoint
 from forerun.models.layers import gate, mix, norm_heads_, rms_norm, rotate_

@@ -23,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SamplingParams
-from forerun.core.types import WALL, Budget, Clock, Seq
+from forerun.core.types import Budget, Seq
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.base import MOST_CAPTURED, NOT_CAPTURED, Calibration, head_dtype, rehearse, wants_sampling
 from forerun.drafters.heads.drafter import LastRowDrafter

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput
-from forerun.core.types import WALL, Budget, Clock, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.base import Calibration, ObservedRows
 from forerun.drafters.heads.block import BlockCandidates

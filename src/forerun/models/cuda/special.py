@@ -22,10 +22,9 @@ from forerun.core.errors import UnsupportedModel
 from forerun.models.blocks import Block
 from forerun.models.config import DecoderConfig, RecurrentConfig
 from forerun.models.cuda.weights import Weight
-from forerun.models.hybrid.latent import LatentAttention
+from forerun.models.hybrid.attention import LatentAttention, SizedAttention
 from forerun.models.hybrid.mixers import Memory, ShortConv
 from forerun.models.hybrid.rows import RowLinear
-from forerun.models.hybrid.sized import SizedAttention
 from forerun.models.hybrid.weights import GatedAttention, HybridBlock, HybridCheckpoint
 from forerun.models.layers import Experts, Mlp
 

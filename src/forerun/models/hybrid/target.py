@@ -20,10 +20,9 @@ from forerun.models.attention import PassRows, Span
 from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.hybrid.latent import LatentAttention
+from forerun.models.hybrid.attention import LatentAttention, SizedAttention
 from forerun.models.hybrid.mixers import Mixer, Walk
 from forerun.models.hybrid.rows import RowLinear, attend_by_nodes, by_rows, threads_for_rows
-from forerun.models.hybrid.sized import SizedAttention
 from forerun.models.hybrid.stateful import KEPT_BYTES, Made, State, StatefulDecoder, States
 from forerun.models.hybrid.weights import GatedAttention, HybridBlock, HybridCheckpoint
 from forerun.models.layers import Rotations, gate, mix, norm_heads_, rms_norm, rotate_

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from forerun.models.blocks import Checkpoint
 from forerun.models.config import LatentConfig, RecurrentConfig, VariedConfig
-from forerun.models.hybrid.latent import LatentAttention
+from forerun.models.hybrid.attention import LatentAttention, LayerEnd, LayerInputs, SizedAttention
 from forerun.models.hybrid.mixers import Convolution, DeltaNet, Mamba2, Memory, Mixer, ShortConv
 from forerun.models.hybrid.rows import RowLinear
-from forerun.models.hybrid.sized import LayerEnd, LayerInputs, SizedAttention
 from forerun.models.layers import Experts, pair_up
 
 

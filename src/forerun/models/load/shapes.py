@@ -223,5 +223,5 @@ def _experts(config: DecoderConfig, moe: MoeConfig, weights: Weights, at: str) -
         yield from ((f"{at}norms.{place}.weight", (width,)) for place in ("before", "after", "dense"))
     if moe.corrected:
         name = config.file_name(at + "gate.e_score_correction_bias")
-        rows = name in weights and len(weights.shape(name)) == 2  # ERNIE's: one
+        rows = isinstance(weights, Weights) and name in weights and len(weights.shape(name)) == 2  # ERNIE's: one
         yield at + "gate.e_score_correction_bias", (1, moe.experts) if rows else (moe.experts,)

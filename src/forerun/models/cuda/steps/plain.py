@@ -15,7 +15,7 @@ from forerun.models.cuda.network import Buffers, Layer, Model, Run, shaped, stor
 from forerun.models.cuda.plan import split_start
 from forerun.models.cuda.states import KEEPS, PARENTS, Trace, windows_of
 from forerun.models.cuda.weights import ExpertWeights, Packed, Weight, part_of
-from forerun.models.hybrid.latent import EPS
+from forerun.models.hybrid.attention import EPS
 from forerun.models.hybrid.mixers import Memory
 from forerun.models.layers import activate, by_expert, clamped_gate, norm_heads_, route, softcap_
 from forerun.models.pages import PAGE
