@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from forerun.cli.app import app
 from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.models.load.checkpoint import Checkpoint
+from forerun.train.checkpoint import read_checkpoint, write_checkpoint
 from forerun.train.loop import Progress
 from forerun.train.options import Method, TrainOptions
 from forerun.train.run import train
@@ -71,6 +73,31 @@ def test_other_settings_are_refused_before_the_target_is_loaded(
         train(options)
     with pytest.raises(AssertionError, match="takes minutes"):  # another folder goes on to load it
         train(replace(options, out=str(tmp_path / "b")))
+
+
+def test_a_kill_while_a_checkpoint_takes_the_place_of_another_loses_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    named, options = {"weight": weight}, TrainOptions(method="medusa", target="t", data="d", out=str(tmp_path))
+    optimizer = torch.optim.AdamW([weight])
+    write_checkpoint(tmp_path, 1, options, named, optimizer)
+
+    def killed(path: Path, target: Path, replace: Callable[[Path, Path], Path] = Path.replace) -> Path:
+        if path.name == "checkpoint.part":
+            raise SystemExit
+        return replace(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", killed)
+        with pytest.raises(SystemExit):
+            write_checkpoint(tmp_path, 2, options, named, optimizer)
+    assert not (tmp_path / "checkpoint").exists()  # the moment that was lost before
+    saved = read_checkpoint(tmp_path, options, named)
+    assert saved is not None
+    assert saved.step == 1
+    write_checkpoint(tmp_path, 3, options, named, optimizer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
 
 
 def test_nothing_is_written_where_nothing_was_saved(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from forerun.train.options import DataOptions, TrainOptions
 _FREE = ("steps", "eval_every", "eval_batches", "measure_on", "save_every", "device", "compile", "out")
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW
 MOMENT = "momentum_buffer"  # what Muon keeps of a matrix
+_BEFORE = "checkpoint.before"  # the folder of the checkpoint before, while the next one takes its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def write_checkpoint(
     folder: Path, step: int, options: TrainOptions, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
     """Into `checkpoint` of a run's folder, in place of the one before."""
-    part, kept = folder / "checkpoint.part", folder / "checkpoint"
+    part, kept, before = folder / "checkpoint.part", _kept(folder), folder / _BEFORE
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     write_tensors(part / "weights.safetensors", {n: p.detach().contiguous() for n, p in named.items()})
@@ -57,19 +58,30 @@ def write_checkpoint(
             moments[f"{name}|{key}"] = torch.as_tensor(value).detach().clone()
     write_tensors(part / "optimizer.safetensors", moments)
     (part / "run.json").write_text(json.dumps({"step": step, "options": asdict(options)}, indent=1))
-    shutil.rmtree(kept, ignore_errors=True)
+    shutil.rmtree(before, ignore_errors=True)
+    if kept.exists():
+        kept.replace(before)
     part.replace(kept)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def _kept(folder: Path) -> Path:
+    """Where a run's checkpoint is. A process that was killed between two renames has left the one before aside."""
+    kept, before = folder / "checkpoint", folder / _BEFORE
+    if before.is_dir() and not kept.exists():
+        before.replace(kept)
+    return kept
 
 
 def refuse_another_run(folder: Path, options: TrainOptions) -> None:
     """Raise where the folder holds a checkpoint of other settings: asked before a target is loaded for minutes."""
-    if (folder / "checkpoint" / "run.json").is_file():
+    if (_kept(folder) / "run.json").is_file():
         _read_run(folder, options)
 
 
 def _read_run(folder: Path, options: TrainOptions) -> Any:
     """The step as the file has it; the settings are those of the run."""
-    kept = folder / "checkpoint"
+    kept = _kept(folder)
     try:
         known = json.loads((kept / "run.json").read_text(encoding="utf-8"))
         step, theirs = known["step"], dict(known["options"])
@@ -81,7 +93,7 @@ def _read_run(folder: Path, options: TrainOptions) -> Any:
 
 def read_checkpoint(folder: Path, options: TrainOptions, named: Mapping[str, nn.Parameter]) -> Saved | None:
     """The checkpoint in a run's folder, if there is one; it must be of a run with these options and parameters."""
-    kept = folder / "checkpoint"
+    kept = _kept(folder)
     if not (kept / "run.json").is_file():
         return None
     step = _read_run(folder, options)
