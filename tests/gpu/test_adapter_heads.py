@@ -88,7 +88,7 @@ def test_texts_of_mixed_batches_are_the_plain_ones(
         assert not drafter.second.second._failed
         assert engine.timeline.depth == 2, "rounds of one head overlap, and go on to overlap"
     assert "switched off" not in caplog.text
-    assert "done plainly" not in caplog.text
+    assert "decoded plainly" not in caplog.text
 
 
 def test_the_own_head_drafts_other_tokens_and_for_its_adapter_alone(device: str, tmp_path: Path) -> None:

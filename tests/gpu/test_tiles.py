@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from forerun.models.cuda.steps.tiles import ALL_SHARED, SHARED, Tile, choose_tile, rows_per_tile, stages_of
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda.steps.tiles import (
+    ALL_SHARED,
+    SHARED,
+    Tile,
+    choose_tile,
+    outputs_per_tile,
+    rows_per_tile,
+    stages_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,3 +46,13 @@ def test_one_program_to_a_multiprocessor_fetches_all_that_fits() -> None:
 def test_rows_side_by_side() -> None:
     assert [rows_per_tile(rows) for rows in (1, 16, 17, 33, 65, 1000)] == [16, 16, 32, 64, 128, 128]
     assert [rows_per_tile(rows, whole=True) for rows in (1, 9, 65)] == [8, 16, 64]
+
+
+@pytest.mark.parametrize(("picked", "width"), [(8, 64), (1, 16)])
+def test_experts_alone_make_a_large_model_too(picked: int, width: int) -> None:
+    """OLMoE's files say no other size than that of its experts."""
+    sizes: dict[str, Any] = {
+        "model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64,
+        "num_experts_per_tok": picked, "num_attention_heads": 16, "num_hidden_layers": 2, "vocab_size": 50304,
+    }  # fmt: skip
+    assert outputs_per_tile(SimpleNamespace(config=DecoderConfig.from_hf(sizes))) == width  # type: ignore[arg-type]

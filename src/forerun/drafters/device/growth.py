@@ -173,7 +173,7 @@ def cut_trees(
     """Write [2, B, nodes + 1] tokens and parents of the best nodes and their root; ties go to the one made first.
 
     `prices` [n + 1]: what a tree of 0 to n nodes costs, in tokens. As many of the best stay as gain most beyond that
-    (heads/growth.py: best_count); the token of every other one is CUT.
+    (core/request.py: best_count); the token of every other one is CUT.
     """
     size = pool.scores.shape[1]
     if size <= MOST_CUT and (roots.device.type == "cuda" if fused is None else fused):

@@ -89,7 +89,10 @@ def stages_of(tile: Tile, depth: int, stage: int, alone: int, deep: int) -> int:
 def outputs_per_tile(model: Model) -> int:
     """One width of tile for all products of a model, because norms are handed on tile by tile."""
     config = model.config
-    most = 64 if config.width * config.inner >= 1 << 22 else 16
+    inner = config.inner  # 0 where every layer has experts, and the files say no other size
+    if not inner and config.moe is not None:
+        inner = config.moe.per_token * config.moe.inner
+    most = 64 if config.width * inner >= 1 << 22 else 16
     sizes = {config.width, config.varied.input_width if config.varied is not None else 0}
     for layer in range(config.layers):
         kv_heads, dim = config.kv_sizes(layer)
