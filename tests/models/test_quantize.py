@@ -215,6 +215,7 @@ def test_an_interrupted_run_leaves_nothing(error: type[BaseException], tmp_path:
 
 ENDED = """
 import os, signal, sys
+signal.signal(signal.{name}, signal.SIG_DFL)  # whoever runs the tests may have it ignored, as nohup does
 from forerun.cli import app
 from forerun.models.load.quantized import writing
 writing._copy_others = lambda *_: os.kill(os.getpid(), signal.{name})
