@@ -16,6 +16,7 @@ from forerun.build.engine import load_target
 from forerun.core.errors import DamagedFile, ModelError, UnsupportedModel
 from forerun.core.params import EngineConfig
 from forerun.models.config import DecoderConfig
+from forerun.models.layers import check_numbers
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.shapes import expected_shapes
 from forerun.models.load.tokenizer import tokenizer_from_folder
@@ -137,3 +138,13 @@ def test_a_sound_model_passes_all_of_it(tmp_path: Path) -> None:
     save_file({name: weight * 1e3 for name, weight in weights.items()}, tmp_path / "model.safetensors")
     target = load_target(open_checkpoint(str(tmp_path)), EngineConfig(device="cpu"))
     assert target.vocab_size == 61
+
+
+@pytest.mark.parametrize("bad", [(float("nan"),), (float("inf"), float("-inf"))])
+def test_a_row_that_is_not_numbers_is_refused_wherever_it_is(bad: tuple[float, ...]) -> None:
+    logits = torch.randn(3, 8)
+    logits[0, 0] = float("-inf")  # a token that is ruled out
+    assert check_numbers(logits) is logits
+    logits[2, 4 : 4 + len(bad)] = torch.tensor(bad)
+    with pytest.raises(ModelError, match="not numbers"):
+        check_numbers(logits)
