@@ -48,6 +48,8 @@ def main() -> None:
     parser.add_argument("--drafted", type=int, default=3)
     parser.add_argument("--batches", default="1,8,32,64,128")
     parser.add_argument("--texts-per-place", type=int, default=4, help="texts per place in the batch")
+    parser.add_argument("--fewest", type=int, default=FEWEST, help="texts of a small batch")
+    parser.add_argument("--max-length", type=int, default=4096, help="tokens of a prompt and its answer")
     parser.add_argument("--kv-bytes", type=int, default=22 << 30)
     parser.add_argument("--turn", action="store_true")
     given = parser.parse_args()
@@ -58,8 +60,9 @@ def main() -> None:
     prompts = spread([json.loads(line)["token_ids"] for line in lines if line.strip()])
     head = {"method": "eagle3", "model": str(given.head), "num_speculative_tokens": given.drafted}
     llm = LLM(
-        str(given.model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096, max_num_seqs=max(sizes),
-        gpu_memory_utilization=0.2, kv_cache_memory_bytes=given.kv_bytes, enable_prefix_caching=False, seed=0,
+        str(given.model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=given.max_length, seed=0,
+        max_num_seqs=max(sizes), gpu_memory_utilization=0.2, kv_cache_memory_bytes=given.kv_bytes,
+        enable_prefix_caching=False,
         **({"speculative_config": head} if given.head else {}),
     )  # fmt: skip
     if given.turn:
@@ -75,7 +78,7 @@ def main() -> None:
     rows = []
     for batch in sizes:
         llm.llm_engine.engine_core.call_utility("set_running", batch)
-        texts = [prompts[i % len(prompts)] for i in range(max(FEWEST, given.texts_per_place * batch))]
+        texts = [prompts[i % len(prompts)] for i in range(max(given.fewest, given.texts_per_place * batch))]
         ask(texts[: max(4, batch)], TOKENS)  # texts of twelve tokens left compiling to the timed part
         began = time.perf_counter()
         ids = ask(texts, TOKENS)
