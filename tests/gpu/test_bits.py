@@ -11,7 +11,7 @@ from forerun.core.types import Needs, TreeBatch, Verdict
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES
 from forerun.models.cuda.target import CudaDecoder
 from forerun.testing import FakeSeq, path_to, random_tree
-from tests.gpu.tiny import VOCAB, make_target, need_cuda
+from tests.gpu.tiny import VOCAB, make_target, need_cuda, rounding
 
 pytestmark = pytest.mark.gpu
 IN_BYTES = ("smollm2+int8", "large+fp8", "wide-qwen3+int8", "with-large-gemma3+fp8")  # keys and values
@@ -215,4 +215,5 @@ def test_kernels_agree_with_plain_torch_on_random_trees(name: str) -> None:
         target.prefill(seqs, Needs())
         found.append(_score(target, seqs, trees))
     off, spread = float((found[0] - found[1]).abs().max()), float(found[1].std())
-    assert off < 0.1 * spread, f"off by {off:.3g} at a spread of {spread:.3g}"
+    most = max(0.1 * spread, rounding(name, torch.tensor([seqs[1].tokens]), 40))
+    assert off < most, f"off by {off:.3g}, at most {most:.3g}, at a spread of {spread:.3g}"

@@ -80,7 +80,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "zz-minimax_m2": {  # queries and keys are normed over all heads, a part of each rotates; no expert is shared
         "model_type": "minimax_m2", "num_local_experts": 24, "num_experts_per_tok": 4, "intermediate_size": 48,
+        # transformers 5.17 does not read rotary_dim
         "rotary_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
     },
     "large": {  # tiles of 64 outputs
         "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 1024,

@@ -17,6 +17,7 @@ from tests.gpu.tiny import (
     make_reference,
     make_target,
     need_cuda,
+    rounding,
     weights_of,
     where_kernels_run,
 )
@@ -63,7 +64,8 @@ def test_logits_are_those_of_transformers(name: str, device: str) -> None:
     assert got is not None
     off = float((got.cpu() - wanted).abs().max())
     spread = float(wanted.std())
-    assert off < (1e-4 if device == "cpu" else 0.1) * spread, f"off by {off:.3g} at a spread of {spread:.3g}"
+    most = 1e-4 * spread if device == "cpu" else max(0.1 * spread, 1.25 * rounding(name, tokens, 11))
+    assert off < most, f"off by {off:.3g}, at most {most:.3g}, at a spread of {spread:.3g}"
 
 
 @pytest.mark.gpu

@@ -223,6 +223,15 @@ def make_reference(name: str, seed: int | None = None) -> Any:
     return model
 
 
+def rounding(name: str, tokens: Tensor, last: int) -> float:
+    """How far transformers' own logits of the last tokens are off in bfloat16: random weights may amplify rounding."""
+    model = make_reference(name)
+    with torch.no_grad():
+        wanted = model(tokens, use_cache=False).logits[0, -last:]
+        rounded = model.bfloat16()(tokens, use_cache=False).logits[0, -last:].float()
+    return float((rounded - wanted).abs().max())
+
+
 def weights_of(model: Any) -> tuple[DecoderConfig, dict[str, Tensor]]:
     values = {**model.config.to_dict(), "model_type": model.config.model_type}
     return DecoderConfig.from_hf(values), dict(model.state_dict())
