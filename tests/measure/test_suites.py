@@ -80,6 +80,8 @@ def test_own_chats_lose_the_answer_that_was_recorded(tmp_path: Path) -> None:
     ]
     items = load_suite(write(tmp_path / "own.jsonl", [{"messages": chat}, {"prompt": "Two?"}]))
     assert items[0].messages == tuple(chat[:2])
+    assert items[0].answers == tuple(chat[2:]), "for those who read whole conversations"
+    assert items[1].answers == ()
     assert items[1].messages == ({"role": "user", "content": "Two?"},)
     assert {item.task for item in items} == {OWN_TASK}
 
