@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from forerun.api.calls import as_messages, check_text
+from forerun.api.calls import check_text
 from forerun.core.errors import InvalidInput
 from forerun.models.load.tokenizer import Tokenizer
 
@@ -90,8 +90,8 @@ def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[int, 
     The template opens an answer, unless the last message is one.
     """
     if tokenizer.has_chat_template:
-        return tuple(tokenizer.chat_ids(as_messages(messages), messages[-1]["role"] != "assistant"))
-    return tuple(tokenizer.encode(check_text("\n\n".join(message["content"] for message in messages))))
+        return tuple(tokenizer.chat_ids(messages, messages[-1]["role"] != "assistant"))
+    return tuple(tokenizer.encode("\n\n".join(message["content"] for message in messages)))
 
 
 def _chosen(known: Iterable[str], tasks: Sequence[str] | None) -> list[str]:
@@ -108,7 +108,10 @@ def _read(path: str | Path | None) -> str:
     source = files("forerun.measure.bench").joinpath("prompts.jsonl") if built_in else Path(str(path))
     if isinstance(source, Path) and not source.is_file():
         raise InvalidInput(f"no prompts at {str(source)!r}; give the path of a JSONL file with them")
-    return source.read_text(encoding="utf-8")
+    try:
+        return source.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"cannot read {str(path)!r}: {error}; give a JSONL file in UTF-8") from None
 
 
 @cache
@@ -133,9 +136,14 @@ def _parse(text: str, name: str) -> Iterator[Item]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInput(f"{name}, line {number} is not JSON: {error}; fix or remove it") from error
         item = _item(row, name, number)
+        try:
+            for said in (*(message["content"] for message in (*item.messages, *item.answers)), *item.later_turns):
+                check_text(said)
+        except InvalidInput as error:
+            raise InvalidInput(f"{name}, line {number}: {error}") from None
         if item.id in seen:
             raise InvalidInput(f"{name}, line {number}: the id {item.id!r} was used before; make it unique")
         seen.add(item.id)
