@@ -32,9 +32,9 @@ from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
 from forerun.drafters.base import Parts
 from forerun.measure.bench.alternate import Prompt
-from forerun.measure.bench.run import RunLog, prompt_ids
+from forerun.measure.bench.run import RunLog
 from forerun.measure.bench.settings import Cell, Settings
-from forerun.measure.bench.suites import TASKS, Item, load_suite
+from forerun.measure.bench.suites import TASKS, Item, load_suite, prompt_ids
 from forerun.models.load import checkpoint as loading
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.tokenizer import opening_of
@@ -136,7 +136,7 @@ def measure_all(run: Run, items: Sequence[Item], folder: Path) -> Document:
 
 
 def prompts_of(llm: LLM, items: Sequence[Item], flags: argparse.Namespace) -> tuple[list[Prompt], list[str]]:
-    found = [Prompt(item.id, item.task, prompt_ids(llm, list(item.messages))) for item in items]
+    found = [Prompt(item.id, item.task, prompt_ids(llm.tokenizer, item.messages)) for item in items]
     fitting = [one for one in found if len(one.ids) + flags.max_tokens <= llm.engine.max_length]
     if not fitting:
         raise InvalidInput(f"no prompt of the suite fits --context {flags.context}; raise it")

@@ -11,8 +11,7 @@ from pathlib import Path
 from forerun.api.llm import LLM
 from forerun.core.params import SamplingParams
 from forerun.core.types import Request
-from forerun.measure.bench.run import prompt_ids
-from forerun.measure.bench.suites import load_suite
+from forerun.measure.bench.suites import load_suite, prompt_ids
 
 FILE = Path(__file__).with_name("texts.json")
 TOKENS = 96
@@ -21,7 +20,7 @@ TOKENS = 96
 def record() -> list[tuple[list[int], list[int]]]:
     """Prompt and answer of two prompts of each task of the built-in suite."""
     llm = LLM.load("smollm2", drafter="none")
-    prompts = [prompt_ids(llm, [dict(message) for message in one.messages]) for one in load_suite(limit=2)]
+    prompts = [prompt_ids(llm.tokenizer, [dict(message) for message in one.messages]) for one in load_suite(limit=2)]
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     texts = [llm.driver.write([Request(ids, params)])[0] for ids in prompts]
     return [(list(ids), seq.tokens[len(ids) :]) for ids, seq in zip(prompts, texts, strict=True)]

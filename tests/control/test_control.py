@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,13 +70,19 @@ def test_a_machine_that_becomes_slower_does_so_for_every_size() -> None:
     assert model.pass_seconds(4) == pytest.approx(3.0, rel=0.02)
 
 
-def test_measures_a_real_target_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measures_a_real_target_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(cost, "load_average", lambda: 0.0)
     target, file = TableLM(vocab_size=8), tmp_path / "costs" / "t.json"
     model = CostModel.measure_or_load(target, file)
     assert all(seconds > 0 for seconds in model.seconds.values())
     assert target.used_slots == 0
-    assert CostModel.measure_or_load(target, file).seconds == model.seconds
+    with caplog.at_level(logging.INFO, logger="forerun.progress"):
+        assert CostModel.measure_or_load(target, file).seconds == model.seconds
+        assert not caplog.messages
+        CostModel.measure_or_load(target, None)
+    assert caplog.messages == ["measuring what passes cost on this machine"], "it may take a while"
     file.write_text("not json")
     assert CostModel.measure_or_load(target, file).seconds.keys() == model.seconds.keys()
     json.loads(file.read_text())

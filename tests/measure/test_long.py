@@ -17,7 +17,7 @@ class Words:
 
     has_chat_template = True
 
-    def chat_ids(self, messages: list[dict[str, str]]) -> list[str]:
+    def chat_ids(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[str]:
         return ["x"] * 7 + re.findall(r"\w+|\W", messages[0]["content"])
 
 

@@ -80,6 +80,8 @@ def test_own_chats_lose_the_answer_that_was_recorded(tmp_path: Path) -> None:
     ]
     items = load_suite(write(tmp_path / "own.jsonl", [{"messages": chat}, {"prompt": "Two?"}]))
     assert items[0].messages == tuple(chat[:2])
+    assert items[0].answers == tuple(chat[2:]), "for those who read whole conversations"
+    assert items[1].answers == ()
     assert items[1].messages == ({"role": "user", "content": "Two?"},)
     assert {item.task for item in items} == {OWN_TASK}
 
@@ -93,6 +95,9 @@ def test_own_chats_lose_the_answer_that_was_recorded(tmp_path: Path) -> None:
         ({"messages": [{"role": "assistant", "content": "1"}]}, "asks for no answer"),
         ({"text": "?"}, "none of"),
         (["?"], "not a JSON object"),
+        ({"prompt": "half \ud83d"}, "U+D83D at character 5"),
+        ({"turns": ["Fine?", "\ud83d"]}, "U+D83D"),
+        ({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "\ud83d"}]}, "U+D83D"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, row: object, complaint: str) -> None:
@@ -115,6 +120,14 @@ def test_other_mistakes_are_named_too(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text("{")
     with pytest.raises(InvalidInput, match="line 1 is not JSON"):
         load_suite(tmp_path / "broken.jsonl")
+    (tmp_path / "deep.jsonl").write_text("[" * 200_000)
+    with pytest.raises(InvalidInput, match="line 1 is not JSON"):
+        load_suite(tmp_path / "deep.jsonl")
+    (tmp_path / "sixteen.jsonl").write_bytes('{"prompt": "Why?"}'.encode("utf-16"))
+    with pytest.raises(InvalidInput, match=r"cannot read '.*sixteen.jsonl': .*; give a JSONL file in UTF-8"):
+        load_suite(tmp_path / "sixteen.jsonl")
+    (tmp_path / "marked.jsonl").write_bytes('{"prompt": "Why?"}'.encode("utf-8-sig"))
+    assert load_suite(tmp_path / "marked.jsonl")[0].messages[0]["content"] == "Why?"
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(InvalidInput, match="holds no prompts"):
         load_suite(tmp_path / "empty.jsonl")

@@ -19,13 +19,13 @@ pytest.importorskip("compressed_tensors")
 
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from forerun import LLM, SamplingParams
 from forerun.cli import app
 from forerun.cli.models import show_quality
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
-from forerun.measure.quality import WINDOW, cut, input_sizes
+from forerun.measure.quality import WINDOW, cut, input_sizes, read_conversations, windows_of
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import open_checkpoint
@@ -331,6 +331,52 @@ def test_the_command_writes_measures_and_the_folder_runs(
     document = json.loads(capsys.readouterr().out)
     assert "quality" not in document
     assert document["bytes"] == sum(file.stat().st_size for file in (tmp_path / "quiet").iterdir())
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}? {{ m['content'] }}.{% endfor %}"
+    "{% if add_generation_prompt %}assistant? {% endif %}"
+)
+CHATS = [
+    [{"role": "user", "content": "abc def"}],
+    [
+        {"role": "system", "content": "be"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "the cat"},
+    ],
+]
+
+
+def with_template(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+
+
+def test_prompts_are_read_as_users_send_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the chat template, with the recorded answer where there is one; as texts where there is no template."""
+    folder, prompts = plain(tmp_path / "plain"), tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "abc def"}) + "\n" + json.dumps({"messages": CHATS[1]}) + "\n")
+    bare = windows_of(open_checkpoint(str(folder)), read_conversations(prompts), WINDOW)
+    letters = open_checkpoint(str(folder)).tokenizer()
+    assert bare == [letters.encode("abc def"), letters.encode("be\n\nhi\n\nthe cat")]
+    with_template(folder)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    expected = [
+        theirs.apply_chat_template(chat, add_generation_prompt=asks, return_dict=False)
+        for chat, asks in zip(CHATS, (True, False), strict=True)
+    ]
+    checkpoint = open_checkpoint(str(folder))
+    assert windows_of(checkpoint, read_conversations(prompts), WINDOW) == expected
+    saved = tmp_path / "report.json"
+    words = "--to", "w4", "--prompts", prompts, "--calibrate", prompts, "--json", saved
+    assert command(monkeypatch, folder, tmp_path / "out", *words) == 0
+    assert json.loads(saved.read_text())["quality"]["tokens"] == sum(len(ids) - 1 for ids in expected)
+    write_rounded(checkpoint, tmp_path / "same", "w4", input_sizes=input_sizes(checkpoint, CHATS))
+    files = [tmp_path / name / "model-00001-of-00001.safetensors" for name in ("out", "same")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    capsys.readouterr()
 
 
 def test_mistakes_on_the_command_line_are_one_line(

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -26,6 +26,9 @@ from forerun.measure.report.tables import figure_table, print_table
 from forerun.models.load.catalog import cache_folder, find_known, known_models
 from forerun.models.load.catalog import pull as pull_model
 from forerun.models.load.quantized.scheme import describe
+
+if TYPE_CHECKING:
+    from forerun.measure.quality import Source
 
 models = typer.Typer(invoke_without_command=True)
 _FEW_TOKENS = 1000  # the text of ours has more
@@ -104,7 +107,8 @@ def quantize(
         Format, typer.Option(help="Format of the layers' matrices; other weights are copied.", show_default=False)
     ],
     prompts: Annotated[
-        Path | None, typer.Option(help="Measure on your prompts: a JSONL file with 'prompt' or 'messages'.")
+        Path | None,
+        typer.Option(help="Measure on your prompts, sent as chats: a JSONL file with 'prompt' or 'messages'."),
     ] = None,
     calibrate: Annotated[
         Path | None,
@@ -120,7 +124,7 @@ def quantize(
     from forerun.models.load.quantized.writing import check_out, write_rounded
 
     check_out(out)
-    texts = None if no_report else _texts(prompts)
+    texts = None if no_report else _texts(prompts, model)
     sizes = {} if calibrate is None else _input_sizes(model, to, calibrate)
     with _ended_tidily(), _bar(hidden=False) as bar:
         task = bar.add_task(f"writing {out.name}", total=None)
@@ -159,14 +163,11 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)  # as shells count it
 
 
-def _texts(prompts: Path | None) -> list[str]:
+def _texts(prompts: Path | None, model: str) -> list[Source]:
     """What the quality is measured on; a file that cannot be read is reported before anything is written."""
-    from forerun.measure.bench.suites import load_suite
-    from forerun.measure.quality import read_text
+    from forerun.measure.quality import read_conversations, read_text
 
-    if prompts is None:
-        return [read_text()]
-    return ["\n\n".join(message["content"] for message in item.messages) for item in load_suite(prompts)]
+    return [read_text()] if prompts is None else read_conversations(prompts, model)
 
 
 def _input_sizes(model: str, to: Format, prompts: Path) -> Mapping[str, Any]:
@@ -176,10 +177,10 @@ def _input_sizes(model: str, to: Format, prompts: Path) -> Mapping[str, Any]:
     if to is not Format.w4:
         raise InvalidInput(f"--calibrate is for w4; the scales of {to.value} follow from the weights alone")
     with Console(stderr=True).status("reading the prompts, in float32 on the CPU"):
-        return input_sizes(open_checkpoint(model), _texts(prompts))
+        return input_sizes(open_checkpoint(model), _texts(prompts, model))
 
 
-def _measured(model: str, out: Path, texts: list[str]) -> dict[str, Any]:
+def _measured(model: str, out: Path, texts: list[Source]) -> dict[str, Any]:
     from forerun.measure.quality import measure_rounded
 
     with Console(stderr=True).status("measuring the quality, in float32 on the CPU"):

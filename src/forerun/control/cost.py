@@ -20,6 +20,7 @@ last few, with a presumed one among them until there are enough, and old gaps ar
 from __future__ import annotations
 
 import json
+import logging
 import os
 from bisect import bisect_left
 from collections import deque
@@ -35,6 +36,8 @@ import torch
 
 from forerun.core.types import PLAIN, Form, Needs, PlainSeq, TreeBatch, Verdict
 from forerun.models.base import HoldsUnread, ServedByProcesses, Target
+
+progress = logging.getLogger("forerun.progress")  # what the command line shows while a model is loaded
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # rows, for a benchmark
 QUICK = (1, 2, 4, 8, 16, 24, 32, 64)  # at load: what a controller needs, in about a second
@@ -316,6 +319,7 @@ class CostModel:
             if whole and (busy or not was_busy) and 0.0 <= of_sequence < 1.0 and 0.0 <= of_row < 1.0:
                 return cls(kept, (of_sequence, of_row))
             file.unlink()  # not ours any more, or not what this machine can do: measure again
+        progress.info("measuring what passes cost on this machine")  # seconds, of float32 more than of a GGUF file
         model = cls.measure(target, sizes, repeats=2)
         if file is not None:
             with suppress(OSError):  # a cache that cannot be written costs time, nothing else

@@ -26,6 +26,7 @@ from forerun.build.engine import load_target
 from forerun.core.errors import ForerunError, InvalidInput, UnsupportedModel
 from forerun.core.params import Dtype, EngineConfig, KvDtype
 from forerun.core.types import Needs, PlainSeq, TreeBatch
+from forerun.measure.bench.suites import Message, load_suite, prompt_ids
 from forerun.models.base import Target
 from forerun.models.blocks import Block
 from forerun.models.config import DecoderConfig
@@ -39,6 +40,7 @@ from forerun.models.slots import SlotTarget
 
 MODES: tuple[Dtype, ...] = ("gguf", "q8", "bfloat16", "float32")
 REFERENCE: Dtype = "float32"
+Source = str | Sequence[Message]  # a text, or a conversation
 WINDOW = 256  # tokens scored together; each of them sees those of its own window
 
 
@@ -71,6 +73,11 @@ def read_text(path: Path | None = None) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"cannot read {str(path)!r}: {error}; give a UTF-8 text file") from None
+
+
+def read_conversations(path: Path, model: str | None = None) -> list[Source]:
+    """The prompts of a file, with the answers that were recorded for them."""
+    return [(*item.messages, *item.answers) for item in load_suite(path, model=model)]
 
 
 def measure_quality(
@@ -114,7 +121,7 @@ def measure_kv(
     return found
 
 
-def measure_rounded(original: str, rounded: str, texts: Sequence[str], window: int = WINDOW) -> dict[str, Any]:
+def measure_rounded(original: str, rounded: str, texts: Sequence[Source], window: int = WINDOW) -> dict[str, Any]:
     """The same figures of a checkpoint with rounded weights against its original, both computed in float32."""
     checkpoint = loading.open_checkpoint(original)
     windows = windows_of(checkpoint, texts, window)
@@ -127,9 +134,10 @@ def measure_rounded(original: str, rounded: str, texts: Sequence[str], window: i
     }
 
 
-def windows_of(checkpoint: Checkpoint, texts: Sequence[str], window: int) -> list[list[int]]:
-    """The texts' tokens, in pieces that are scored together."""
-    ids = [list(checkpoint.tokenizer().encode(text)) for text in texts]
+def windows_of(checkpoint: Checkpoint, texts: Sequence[Source], window: int) -> list[list[int]]:
+    """The texts' tokens, in pieces that are scored together; conversations are read as users send them."""
+    tokenizer = checkpoint.tokenizer()
+    ids = [tokenizer.encode(text) if isinstance(text, str) else prompt_ids(tokenizer, text) for text in texts]
     windows = [piece for each in ids for piece in cut(each, window)]
     if not windows:
         count = sum(map(len, ids))
@@ -190,7 +198,7 @@ _MATRIX = re.compile(r"layers\.(\d+)\.\w+\.(\w+)_proj\.weight$")
 _JOINED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}  # others have their own names
 
 
-def input_sizes(checkpoint: Checkpoint, texts: Sequence[str]) -> dict[str, Tensor]:
+def input_sizes(checkpoint: Checkpoint, texts: Sequence[Source]) -> dict[str, Tensor]:
     """[K] the mean square of what each column of a layer's matrices is multiplied by, in float32 on the CPU."""
     weights, config = plain_weights(checkpoint), DecoderConfig.from_hf(checkpoint.config)
     if config.special:

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.build.fingerprint import FoundHead, Likeness
 from forerun.cli import app
 from forerun.control.cost import CostModel
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
 from forerun.drafters.lookup.suffix_table import Successors
+from forerun.heads import HeadFolder
 from forerun.measure.advise import answer as advise
 from forerun.measure.advise.answer import Setup, document, in_words
 from forerun.measure.advise.evidence import BATCHES, Costs, Drafting, Evidence, Text, gather, prospects
@@ -135,6 +137,45 @@ def test_whether_a_head_would_pay_depends_on_what_passes_cost() -> None:
     assert cheap["capture_hours"] == pytest.approx(2_000_000 / 1000 / 3600, abs=0.01)
 
 
+SHIPPED = HeadFolder(Path("box/its-head"), "eagle3", "its-target", None, None, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("setup", "likeness", "said"),
+    [
+        (replace(SETUP, auto="ngram+eagle3"), "same", "The default (auto) drafts with it, as ngram+eagle3;"),
+        (SETUP, "same", "The default (auto) leaves it out on this machine"),
+        (replace(SETUP, auto="draft_model", draft_model="small"), "same", "Here --draft-model takes its place"),
+        (replace(SETUP, auto="ngram+eagle3"), "tuned", "It was trained for its-target, of which this model looks like"),
+    ],
+)
+def test_no_head_is_to_be_trained_where_one_comes_with_the_package(setup: Setup, likeness: Likeness, said: str) -> None:
+    known = evidence(FLAT, FRESH, FRESH)
+    control = document(known, setup, TableLM(8))
+    assert control["head"]["pays"]
+    assert "Training a head would pay" in " ".join(in_words(control))
+    found = document(known, replace(setup, shipped=FoundHead(SHIPPED, likeness)), TableLM(8))
+    assert not found["head"]["pays"]
+    in_use = "(auto) drafts with it" in said or likeness == "tuned"
+    expected = {"name": "its-head", "drafter": "ngram+eagle3", "target": "its-target", "likeness": likeness}
+    assert found["head"]["shipped"] == {**expected, "in_use": in_use}
+    words = " ".join(in_words(found))
+    assert said in words
+    assert "its-head comes with the package" in words
+    assert ("no head needs to be trained" in words) is (likeness == "same")
+    assert not any(word in words for word in ("Training a head", "would pay", "hours of passes"))
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_head_of_the_package_that_was_measured_is_said_to_be_so() -> None:
+    tree = Drafting((((4, 4, 3),) * 8,) * 2, level=0.01)
+    known = changed(evidence(FLAT, FRESH, FRESH), draftings={"ngram+eagle3": tree})
+    setup = replace(SETUP, auto="ngram+eagle3", shipped=FoundHead(SHIPPED, "same"))
+    words = " ".join(in_words(document(known, setup, TableLM(8))))
+    assert "A trained head exists already and was measured: ngram+eagle3." in words
+    assert "not measured here" not in words
+
+
 @pytest.mark.slow
 def test_where_suffix_has_its_table_it_is_replayed_with_it() -> None:
     """As on a GPU: in a text that copies nothing, look-ups alone gain nothing. `auto` is suffix there too."""
@@ -222,6 +263,13 @@ def test_the_default_model_gets_an_answer(smollm2_path: str, tmp_path: Any) -> N
     found = advise.run_advisor(Settings(smollm2_path, suite=str(file), max_tokens=12, threads=1))
     assert found["by_batch"]["1"]["ngram"]["speedup"]["value"] > 0
     assert found["texts"] == 1
+    assert found["head"]["shipped"]["name"] == "smollm2-135m-eagle3", "by its fingerprint"
+    found = advise.run_advisor(
+        Settings(smollm2_path, suite=str(file), max_tokens=12, threads=1, setups=parse_setups(["ngram"]))
+    )
+    words = " ".join(in_words(found))
+    assert "smollm2-135m-eagle3 comes with the package for this model" in words
+    assert "Training a head" not in words
 
 
 def test_one_prompt_is_said_to_be_one() -> None:
@@ -259,7 +307,8 @@ def test_the_default_and_the_advice_agree_or_it_says_why_not() -> None:
 
 
 @pytest.mark.slow
-def test_the_drafter_called_auto_is_the_engines_own() -> None:
+def test_the_drafter_called_auto_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advise, "shipped_head", lambda model: None)  # a table has no file
     prompts = [Prompt("a", "qa", tuple(range(2, 9))), Prompt("b", "qa", (40, 41, 40, 41))]
     settings = Settings(max_tokens=12, setups=parse_setups(["auto"]))
     for drafter in ("ngram", "draft_model"):
@@ -271,6 +320,7 @@ def test_the_drafter_called_auto_is_the_engines_own() -> None:
 def test_own_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(advise, "load", lambda settings: (table_llm(), FLAT))
     monkeypatch.setattr(advise, "load_average", lambda: 1000.0)
+    monkeypatch.setattr(advise, "shipped_head", lambda model: None)
     file = tmp_path / "own.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": f"tell me {word}"}) for word in "abcde"))
     found = advise.run_advisor(Settings(suite=str(file), max_tokens=6, limit=3))

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from forerun.api.llm import LLM
 from forerun.build.engine import choose_drafter, needs_head
+from forerun.build.fingerprint import FoundHead, find_head
 from forerun.control.cost import CostModel
 from forerun.core import registry
 from forerun.core.errors import InvalidInput
@@ -119,8 +120,8 @@ TOKENS = 2_000_000  # of the target's own answers, to train one
 SHARE = 0.1  # of a plain pass, where the model's shape is not known
 
 
-def head_prospect(evidence: Evidence, best: Prospect | None, target: Target) -> dict[str, Any]:
-    """What a one-layer head would gain, if it got the acceptance that such heads get."""
+def head_prospect(evidence: Evidence, setup: Setup, best: Prospect | None, target: Target) -> dict[str, Any]:
+    """What a one-layer head would gain, if it got the acceptance that such heads get; and the head that is there."""
     share = _level_share(target)
     gains = [at_acceptance(rate, share, evidence.costs, 1, evidence.nodes)[0] for rate in ACCEPTANCE]
     today = best.speedup.value if best is not None else 1.0
@@ -129,14 +130,25 @@ def head_prospect(evidence: Evidence, best: Prospect | None, target: Target) -> 
     gaining = (rate for rate in rates if at_acceptance(rate, share, evidence.costs, 1, evidence.nodes)[1])
     return {
         "trained": [name for name in evidence.draftings if needs_head(name)],
+        "shipped": _shipped(setup),
         "level_share": round(share, 4),
         "acceptance": list(ACCEPTANCE),
         "speedup": [round(gain, 4) for gain in gains],
         "break_even": next(gaining, None),  # the acceptance above which it gains; None = not even a perfect one does
-        "pays": gains[0] > max(WORTH_IT, 1.05 * today),
+        "pays": setup.shipped is None and gains[0] > max(WORTH_IT, 1.05 * today),
         "tokens": TOKENS,
         "capture_hours": None if hours is None else round(hours, 2),
     }
+
+
+def _shipped(setup: Setup) -> dict[str, Any] | None:
+    """The head that comes with the package for this model, and whether a user who names none drafts with it."""
+    if setup.shipped is None:
+        return None
+    head, likeness = setup.shipped
+    in_use = setup.draft_model is None and needs_head(setup.auto)
+    return {"name": head.path.name, "drafter": head.drafter, "target": head.target, "likeness": likeness,
+            "in_use": in_use}  # fmt: skip
 
 
 def _level_share(target: Target) -> float:
@@ -150,9 +162,13 @@ def _level_share(target: Target) -> float:
     return (layer + min(config.vocab_size, VOCABULARY) * config.width) / whole
 
 
-def head_in_words(head: Mapping[str, Any]) -> Iterator[str]:
+def head_in_words(found: Mapping[str, Any]) -> Iterator[str]:
+    head, auto = found["head"], found["auto"]["drafter"]
     if head["trained"]:
         yield f"A trained head exists already and was measured: {', '.join(head['trained'])}."
+        return
+    if head["shipped"] is not None:
+        yield from _shipped_in_words(head["shipped"], auto)
         return
     if head["break_even"] is None:
         yield "Training a head would not pay: even a perfect one would not, at what passes cost here."
@@ -170,6 +186,23 @@ def head_in_words(head: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def _shipped_in_words(shipped: Mapping[str, Any], auto: str) -> Iterator[str]:
+    if shipped["likeness"] == "same":
+        yield f"{shipped['name']} comes with the package for this model: no head needs to be trained from scratch."
+    else:
+        yield (
+            f"{shipped['name']} comes with the package. It was trained for {shipped['target']}, of which this model "
+            "looks like a fine-tune: `forerun train refresh` trains it further, on this model's own texts."
+        )
+    measures = f"--drafters {shipped['drafter']} measures it"
+    if shipped["in_use"]:
+        yield f"The default (auto) drafts with it, as {auto}; it was not measured here: {measures}."
+    elif registry.drafters.spec(auto).needs == "nothing":
+        yield f"The default (auto) leaves it out on this machine, where it is not expected to pay; {measures}."
+    else:
+        yield f"Here --draft-model takes its place; without that, {measures}."
+
+
 PROMPT = "Your prompt"
 # methods whose heads `forerun drafters export` writes for vLLM
 EXPORTED = ("eagle", "eagle3", "dflash", "dspark")
@@ -182,6 +215,7 @@ class Setup:
     draft_model: str | None = None  # as given: a second model or the folder of a head
     # of drafters whose head comes with the package
     checkpoints: Mapping[str, str] = field(default_factory=dict)
+    shipped: FoundHead | None = None  # of those heads, the one for this model
     flags: tuple[str, ...] = ()  # of the machine, where they are not the defaults
     device: str = "cpu"
 
@@ -284,7 +318,7 @@ def document(evidence: Evidence, setup: Setup, target: Target) -> dict[str, Any]
         "by_batch": {str(batch): {one.drafter: _told(one) for one in found} for batch, found in by_batch.items()},
         **_acceptance(evidence),
         "by_context": {name: _by_context(evidence, name) for name in evidence.draftings},
-        "head": head_prospect(evidence, made.best or next(iter(by_batch[1]), None), target),
+        "head": head_prospect(evidence, setup, made.best or next(iter(by_batch[1]), None), target),
         "t": {str(size): round(seconds, 6) for size, seconds in evidence.costs.target.seconds.items()},
         "plain_tokens_per_second": round(1.0 / evidence.costs.plain_round(1), 3),
         "texts": len(evidence.texts),
@@ -368,7 +402,7 @@ def _by_context(evidence: Evidence, name: str) -> dict[str, dict[str, Any]]:
 
 def in_words(found: Mapping[str, Any]) -> list[str]:
     warning = busy_warning(found.get("conditions", {}))
-    said = [*_recommendation(found), *head_in_words(found["head"]), *_what_to_type(found), *_checked(found)]
+    said = [*_recommendation(found), *head_in_words(found), *_what_to_type(found), *_checked(found)]
     return said if warning is None else [f"Warning: {warning}", *said]
 
 
@@ -477,9 +511,15 @@ def setup_of(llm: LLM, evidence: Evidence, settings: Settings) -> Setup:
         llm.engine.default_drafter,
         settings.draft_model,
         heads_in_use(settings.model, evidence) if settings.draft_model is None else {},
+        shipped_head(settings.model),
         tuple(flags),
         llm.engine.target.device.type,
     )
+
+
+def shipped_head(model: str) -> FoundHead | None:
+    """The head that comes with the package for this model."""
+    return find_head(loading.open_checkpoint(model))
 
 
 def heads_in_use(model: str, evidence: Evidence) -> dict[str, str]:

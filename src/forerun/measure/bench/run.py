@@ -39,7 +39,7 @@ from forerun.measure.bench.compare import SCHEMA
 from forerun.measure.bench.contenders import Engines, load, load_peers, own_contenders
 from forerun.measure.bench.figures import Figures, samples, summarise
 from forerun.measure.bench.settings import Cell, Settings
-from forerun.measure.bench.suites import Item, load_suite, suite_size
+from forerun.measure.bench.suites import Item, load_suite, prompt_ids, suite_size
 from forerun.measure.machine import is_busy, load_average, machine_facts, peak_memory, weight_bytes
 from forerun.measure.peers.process import Peers
 from forerun.models.base import Target
@@ -157,12 +157,12 @@ def tokenise(llm: LLM, items: Sequence[Item], settings: Settings) -> list[Prompt
     for item in items:
         messages = [dict(message) for message in item.messages]
         later = item.later_turns if settings.all_turns else ()
-        prompts.append(Prompt(item.id, item.task, prompt_ids(llm, messages)))
+        prompts.append(Prompt(item.id, item.task, prompt_ids(llm.tokenizer, messages)))
         for number, turn in enumerate(later, start=2):
             params = SamplingParams(max_tokens=settings.max_tokens)
             answer = llm.generate(list(prompts[-1].ids), params, drafter="none").text
             messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-            prompts.append(Prompt(f"{item.id}/{number}", item.task, prompt_ids(llm, messages)))
+            prompts.append(Prompt(f"{item.id}/{number}", item.task, prompt_ids(llm.tokenizer, messages)))
     context, longest = llm.engine.max_length, max(prompts, key=lambda prompt: len(prompt.ids))
     if len(longest.ids) >= context and llm.engine.target.source_rules is None:
         said = f"prompt {longest.id} of the task {longest.task} has {len(longest.ids)} tokens"
@@ -170,13 +170,6 @@ def tokenise(llm: LLM, items: Sequence[Item], settings: Settings) -> list[Prompt
             f"{said}, and the model's context holds {context}; choose shorter ones (--prompts, --tasks)"
         )
     return prompts
-
-
-def prompt_ids(llm: LLM, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-    """Messages through the model's template, or one after the other where it has none."""
-    if llm.tokenizer.has_chat_template:
-        return llm.encode(list(messages))
-    return llm.encode("\n\n".join(message["content"] for message in messages))
 
 
 def own_isa(target: Target) -> str:

@@ -30,6 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from forerun.api.calls import check_text
 from forerun.core.errors import InvalidInput
 from forerun.models.load.tokenizer import Tokenizer
 
@@ -54,6 +55,7 @@ class Item:
     task: str
     messages: tuple[Message, ...]
     later_turns: tuple[str, ...] = ()
+    answers: tuple[Message, ...] = ()  # that were recorded behind the messages
 
 
 def load_suite(
@@ -82,6 +84,16 @@ def suite_size(path: str | Path | None = None, tasks: Sequence[str] | None = Non
     return len(load_suite(path, tasks)) if lengths is None else PER_TASK * len(_chosen(long_tasks(lengths), tasks))
 
 
+def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[int, ...]:
+    """Messages through the model's template, or one after the other where it has none.
+
+    The template opens an answer, unless the last message is one.
+    """
+    if tokenizer.has_chat_template:
+        return tuple(tokenizer.chat_ids(messages, messages[-1]["role"] != "assistant"))
+    return tuple(tokenizer.encode("\n\n".join(message["content"] for message in messages)))
+
+
 def _chosen(known: Iterable[str], tasks: Sequence[str] | None) -> list[str]:
     """Those of a suite's tasks that are asked for."""
     known = list(known)
@@ -96,7 +108,10 @@ def _read(path: str | Path | None) -> str:
     source = files("forerun.measure.bench").joinpath("prompts.jsonl") if built_in else Path(str(path))
     if isinstance(source, Path) and not source.is_file():
         raise InvalidInput(f"no prompts at {str(source)!r}; give the path of a JSONL file with them")
-    return source.read_text(encoding="utf-8")
+    try:
+        return source.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"cannot read {str(path)!r}: {error}; give a JSONL file in UTF-8") from None
 
 
 @cache
@@ -121,9 +136,14 @@ def _parse(text: str, name: str) -> Iterator[Item]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInput(f"{name}, line {number} is not JSON: {error}; fix or remove it") from error
         item = _item(row, name, number)
+        try:
+            for said in (*(message["content"] for message in (*item.messages, *item.answers)), *item.later_turns):
+                check_text(said)
+        except InvalidInput as error:
+            raise InvalidInput(f"{name}, line {number}: {error}") from None
         if item.id in seen:
             raise InvalidInput(f"{name}, line {number}: the id {item.id!r} was used before; make it unique")
         seen.add(item.id)
@@ -143,7 +163,8 @@ def _item(row: Any, name: str, number: int) -> Item:
             raise InvalidInput(f"{where}: 'turns' must be a list of strings that are not empty")
         return Item(identity, task, ({"role": "user", "content": turns[0]},), tuple(turns[1:]))
     if "messages" in row:
-        return Item(identity, task, _messages(row["messages"], where))
+        messages, answers = _messages(row["messages"], where)
+        return Item(identity, task, messages, answers=answers)
     if not _are_texts([row.get("prompt")]):
         raise InvalidInput(f"{where} has none of 'turns', 'messages' and 'prompt'; give it one of them")
     return Item(identity, task, ({"role": "user", "content": row["prompt"]},))
@@ -156,19 +177,20 @@ def _task(row: dict[str, Any]) -> str:
     return "multi_turn" if is_spec_bench and name in _CHAT_CATEGORIES else name
 
 
-def _messages(given: Any, where: str) -> tuple[Message, ...]:
-    """The messages up to the last that asks for an answer; recorded answers at the end are not prompts."""
+def _messages(given: Any, where: str) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """The messages up to the last that asks for an answer, and the recorded answers behind it."""
     fine = isinstance(given, list) and all(
         isinstance(message, dict) and _are_texts([message.get("role"), message.get("content")]) for message in given
     )
     if not fine:
         raise InvalidInput(f"{where}: each of 'messages' needs a 'role' and a 'content' that are strings")
-    messages = [{"role": message["role"], "content": message["content"]} for message in given]
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages:
+    messages = tuple({"role": message["role"], "content": message["content"]} for message in given)
+    end = len(messages)
+    while end and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    if not end:
         raise InvalidInput(f"{where}: 'messages' asks for no answer; end it with a user's message")
-    return tuple(messages)
+    return messages[:end], messages[end:]
 
 
 def _are_texts(values: Any) -> bool:
@@ -270,9 +292,7 @@ class _Fit:
         return low
 
     def _tokens(self, text: str) -> int:
-        if self.tokenizer.has_chat_template:
-            return len(self.tokenizer.chat_ids([{"role": "user", "content": text}]))
-        return len(self.tokenizer.encode(text))
+        return len(prompt_ids(self.tokenizer, [{"role": "user", "content": text}]))
 
 
 def _edit(number: int, fit: _Fit) -> str:
