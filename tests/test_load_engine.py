@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from forerun import LLM
-from forerun.build.engine import make_engine
+from forerun.build.engine import load_target, make_engine, memory_of
 from forerun.build.load import collect_garbage, drafting_of
 from forerun.core.errors import InvalidInput
-from forerun.core.params import EngineConfig
+from forerun.core.params import Dtype, EngineConfig, KvDtype
 from forerun.heads import BOX
+from forerun.models.load.checkpoint import open_checkpoint
+from forerun.models.native.target import NativeDecoder
 from forerun.models.slots import usual_batch
 from forerun.server.backends.start import load_llm
 from forerun.testing import TableLM
@@ -114,3 +116,23 @@ def test_library_and_server_have_one_rule_and_say_what_it_gives(caplog: pytest.L
     assert said == ["at most 20 sequences in a batch (max_batch): 4 per CPU thread (threads: 5)"]
     assert make_engine(TableLM(vocab_size=9), frozenset(), None, EngineConfig(max_batch=3)).max_batch == 3
     assert EngineConfig.from_dict({"max_num_seqs": None}).max_batch is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("auto", "auto"), ("auto", "int8"), ("q8", "auto"), ("bfloat16", "int8")]
+)
+def test_what_a_model_takes_is_known_before_it_is_loaded(smollm2_path: str, dtype: Dtype, kv_dtype: KvDtype) -> None:
+    checkpoint = open_checkpoint(smollm2_path)
+    config = EngineConfig(dtype=dtype, kv_dtype=kv_dtype, kv_memory="64MB", device="cpu")
+    weights, room, token_bytes = memory_of(checkpoint, config)
+    target = load_target(checkpoint, config)
+    assert isinstance(target, NativeDecoder)
+    assert room == 64_000_000
+    assert target.slots == room // token_bytes[kv_dtype] // 64 * 64  # whole pages
+    held = sum(kept.nbytes for kept in target._kept if isinstance(kept, torch.Tensor))
+    assert weights == pytest.approx(held, rel=0.05)
+
+
+def test_a_kv_cache_that_cannot_be_had_is_refused_before_it_is_counted(smollm2_path: str) -> None:
+    with pytest.raises(InvalidInput, match="needs a GPU"):
+        memory_of(open_checkpoint(smollm2_path), EngineConfig(kv_dtype="fp8", device="cpu"))

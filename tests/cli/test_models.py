@@ -145,6 +145,20 @@ def test_doctor_says_how_to_get_the_kernels_back(monkeypatch: pytest.MonkeyPatch
     assert (found.fix or "").startswith(fix)
 
 
+def test_doctor_says_how_many_tokens_and_sequences_fit(smollm2_path: str) -> None:
+    found = doctor._room(smollm2_path, "int8")
+    assert found.ok
+    told = r"kv_dtype (\w+): ([\d,]+) bytes for a token, ([\d,]+) tokens fit, or sequences: ([\d,]+) of 2,000, ([\d,]+)"
+    first, other = re.findall(told, found.found)
+    assert (first[0], other[0]) == ("int8", "auto")
+    each, tokens, short, long = (int(figure.replace(",", "")) for figure in first[1:])
+    assert each == 2 * 30 * 3 * (64 + 4)  # keys and values of 30 layers and 3 heads, with their scales
+    assert 0.9 * tokens <= short * 2000 <= tokens
+    assert 3 <= short / max(1, long) <= 6
+    assert not doctor._room("no-such-model", "auto").ok
+    assert "needs a GPU" in doctor._room(smollm2_path, "fp8").found
+
+
 def test_doctor_knows_the_dependencies_of_the_project() -> None:
     declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 

@@ -110,7 +110,7 @@ def test_a_result_that_finds_the_disk_full_names_the_flag(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "x"), IsADirectoryError(21, "Is", "x")])
 def test_errors_of_files_are_one_line(forerun: Run, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
-    def fails() -> None:
+    def fails(*given: str) -> None:
         raise error
 
     monkeypatch.setattr("forerun.cli.doctor.examine", fails)
@@ -120,7 +120,7 @@ def test_errors_of_files_are_one_line(forerun: Run, monkeypatch: pytest.MonkeyPa
 def test_other_errors_of_the_system_keep_their_traceback(forerun: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are ours: nobody can find a bug in `Invalid argument`."""
 
-    def fails() -> None:
+    def fails(*given: str) -> None:
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr("forerun.cli.doctor.examine", fails)

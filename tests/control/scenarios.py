@@ -144,6 +144,7 @@ class Written:
 class LongDevice(NoisyDevice):
     """A pass also takes time for what its sequences have cached: for each of them, and for each node of its tree."""
 
+    max_length: int = 1 << 18
     slopes: tuple[float, float] = (0.0, 0.0)  # seconds for each token that is cached
     _reading: float = 0.0  # of the pass that is launched
 
@@ -291,6 +292,26 @@ def long_and_short(
     return run
 
 
+def by_length(
+    make: MakesController,
+    rates: Mapping[int, float],
+    lengths: Sequence[int],
+    passes: Mapping[int, float],
+    slopes: tuple[float, float],
+    answer: int = 128,
+) -> dict[int, float]:
+    """Speed over plain decoding of the texts behind prompts of each length, in turn, without reading the prompts."""
+    drawn = Texts.behind(lengths, (0.5, 0.5), 1, answer=answer)
+    texts = Texts(drawn.texts, [rates[length] for length in lengths])
+    plain = write(texts, [NONE], passes, None, 1, slopes=slopes)[NONE].each
+    own, spent = write(texts, [HEAD], passes, make, 1, slopes=slopes)[HEAD].each, dict[int, list[float]]()
+    for once, drafted, length in zip(plain, own, lengths, strict=True):
+        read, sums = length // 1024 * passes[1024] / 1e3, spent.setdefault(length, [0.0, 0.0])
+        sums[0] += once - read
+        sums[1] += drafted - read - Speeds(passes).of_reading(length)
+    return {length: once / drafted for length, (once, drafted) in spent.items()}
+
+
 def together(
     names: Sequence[str], batch: int, rates: tuple[float, float], passes: Mapping[int, float] = PASSES
 ) -> Callable[[MakesController, int], dict[str, float]]:
@@ -379,6 +400,7 @@ def gpu_lookups(batch: int) -> Callable[[MakesController, int], dict[str, float]
 
 # seconds for each token of context, of a sequence and of each row: a 1B on an H200 behind 32,000 tokens
 LONG_1B = (25e-9, 2.9e-9)
+LONG_8B = (37e-9, 2.3e-9)  # an 8B
 IN_TURN = (40, 30_000) * 6
 CPU = CostModel({1: 1.0, 2: 1.33, 4: 1.9, 8: 3.4, 16: 6.0})
 SMALL_CPU = CostModel({1: 1.0, 2: 1.19, 4: 1.68, 8: 2.93, 16: 5.6})  # a 135M on x86

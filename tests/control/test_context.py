@@ -14,8 +14,9 @@ from forerun.control.cost import CONTEXT, METHOD, QUICK, CostModel, context_slop
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch
 from forerun.models.base import ON_CPU, Abilities, HoldsUnread
 from forerun.testing import FakeSeq, TableLM
-from tests.control.scenarios import SCENARIOS
+from tests.control.scenarios import LONG_8B, SCENARIOS, by_length
 from tests.models.tiny_checkpoints import make_decoder, make_reference, save
+from tests.simulate.recorded import PASSES
 
 FLAT = {1: 1.0, 16: 1.2, 64: 1.5}
 SLOPES = 1e-5, 2e-6
@@ -126,3 +127,23 @@ class Blind(AdaptiveController):
 def test_long_texts_in_turn_with_short_ones(name: str, least: float, blind: float) -> None:
     assert SCENARIOS[name](AdaptiveController, 2)["speed"] > least
     assert SCENARIOS[name](Blind, 2)["speed"] < blind  # the negative control
+
+
+FALLING = {512: 0.7, 4096: 0.55, 16_384: 0.3, 32_768: 0.15, 131_072: 0.05}  # acceptance by length
+
+
+@pytest.mark.parametrize("lengths", [(512, 4096, 16_384, 32_768), (32_768, 16_384, 4096, 512), (32_768,)])
+def test_the_default_is_never_below_plain_as_acceptance_falls_with_length(lengths: tuple[int, ...]) -> None:
+    """An 8B whose trees cost more the longer the context is; one request behind another, of all lengths in turn."""
+    found = by_length(AdaptiveController, FALLING, lengths * 3, PASSES, LONG_8B)
+    assert min(found.values()) >= 1.0, found
+    if len(lengths) > 1:
+        assert sorted(found.values(), reverse=True) == [found[length] for length in sorted(found)]
+
+
+@pytest.mark.parametrize("long", [32_768, 131_072])
+def test_drafts_that_are_worthless_behind_long_prompts_cost_little_though_short_ones_gain(long: int) -> None:
+    """What a text may lose is a number of rounds, so the fewer tokens it has, the larger the share."""
+    found = by_length(AdaptiveController, {512: 0.7, long: 0.02}, (512, long) * 3, PASSES, LONG_8B, answer=512)
+    assert found[512] > 2.0
+    assert 0.97 <= found[long] < 1.0, found

@@ -365,6 +365,33 @@ def test_what_an_engine_knows_is_written_as_it_reads_it(name: str, to: str, flag
     assert replace(read_block(tmp_path / "out")[0], calibration=config.calibration) == config
 
 
+SCALED: dict[str, dict[str, Any]] = {
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 16.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 16},
+    "linear, older name": {"type": "linear", "factor": 2.0},
+    "yarn that says little": {"rope_type": "yarn"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+@pytest.mark.parametrize("name", ["dflash", "dspark", "peagle"])
+def test_scaled_positions_are_exported_as_the_head_has_them(name: str, scaling: str, tmp_path: Path) -> None:
+    """vLLM reads `rope_parameters` where transformers 5 is installed, `rope_scaling` where 4 is."""
+    config, weights = made(name)
+    config = replace(config, rope_scaling=SCALED[scaling], rope_theta=5000.0)
+    write_block(tmp_path / "head", config, weights)
+    export_head(tmp_path / "head", tmp_path / "out", "vllm", None)
+    values, rope = read_config(tmp_path / "out"), config.rope
+    read = values["rope_parameters"]
+    assert (read["rope_type"], read["rope_theta"], read["factor"]) == (rope.kind, 5000.0, rope.factor)
+    if rope.kind != "linear":  # vLLM looks for it, whether or not the head's file had it
+        assert read["original_max_position_embeddings"] == rope.context
+    assert SCALED[scaling].items() <= read.items()
+    assert values["rope_scaling"] == read
+    assert read_block(tmp_path / "out")[0].rope == rope != replace(config, rope_scaling={}).rope
+
+
 def test_a_mask_token_that_no_file_names_is_asked_for(tmp_path: Path) -> None:
     save_head("peagle", tmp_path, VOCAB)
     values = read_config(tmp_path)

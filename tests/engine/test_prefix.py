@@ -23,6 +23,7 @@ from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import SequenceState
 from forerun.models.config import DecoderConfig
 from forerun.models.pages import PAGE
+from forerun.models.slots import Piece
 from forerun.testing import FakeSeq, TableLM
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 from tests.models.tiny_checkpoints import make_decoder, save
@@ -45,18 +46,18 @@ def llama(positions: int = 1024) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
 
 
-def make_target(kind: str, folder: Path, kv_slots: int | None = None) -> Any:
+def make_target(kind: str, folder: Path, kv_slots: int | None = None, positions: int = 1024) -> Any:
     if kind == "cuda":
         from forerun.models.cuda.target import CudaDecoder
         from forerun.verify.greedy import device_walk
 
-        model = llama()
+        model = llama(positions)
         config = DecoderConfig.from_hf({**model.config.to_dict(), "model_type": "llama"})
         return CudaDecoder(
             config, dict(model.state_dict()), dtype=torch.float32, device="cpu", kv_slots=kv_slots or 6000,
             greedy_walk=device_walk(torch.device("cpu")),
         )  # fmt: skip
-    config, weights = save(llama(), folder)
+    config, weights = save(llama(positions), folder)
     if kind == "torch":
         return make_decoder(config, weights, kv_slots)
     from forerun.models.native.target import NativeDecoder
@@ -319,6 +320,34 @@ def test_a_draft_model_reuses_what_it_has_read(tmp_path: Path) -> None:
     draft.prefill = note
     play(engine, [request])
     assert reads == 139
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_long_document_the_second_question_reads_its_own_end_alone(kind: str, tmp_path: Path) -> None:
+    target, document = make_target(kind, tmp_path, 20_000, positions=16_384), text(1, 8000)
+    first, second = document + text(2, 30), document + text(3, 50)
+    read, keep = list[int](), target._keep_pieces
+
+    def count(pieces: Sequence[Piece]) -> None:
+        read.extend(len(piece.tokens) for piece in pieces)
+        keep(pieces)
+
+    target._keep_pieces = count
+
+    def ask(tokens: list[int], salt: str | None, seq_id: int) -> tuple[tuple[Any, ...], int]:
+        read.clear()
+        found = logits_of(target, tokens, salt, 512, seq_id)
+        return found, sum(read)
+
+    _, rows = ask(first, "document", 0)
+    assert rows == len(first) - 1
+    (*again, found), rows = ask(second, "document", 1)
+    assert found == len(document)  # whole pages: 8,000 is a multiple of 64
+    assert rows == len(second) - 1 - found
+    (*alone, found), rows = ask(second, None, 2)
+    assert (found, rows) == (0, len(second) - 1)
+    assert same(kind, again, alone)
 
 
 def test_a_page_that_others_read_is_never_written(tmp_path: Path) -> None:

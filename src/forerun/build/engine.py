@@ -6,6 +6,7 @@ Nothing below this file knows which classes exist, and nothing above it puts the
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -37,7 +38,7 @@ from forerun.models.base import Target
 from forerun.models.config import DecoderConfig
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.tokenizer import opening_of
-from forerun.models.slots import KV_DTYPES, allowed_bytes, reason_against, usual_batch
+from forerun.models.slots import GPU_SHARE, KV_DTYPES, allowed_bytes, reason_against, slot_bytes, usual_batch
 from forerun.verify.decide import VerifierPool
 from forerun.verify.grammar.compiled import Grammars
 
@@ -359,6 +360,48 @@ def held_as(checkpoint: Checkpoint, family: DecoderConfig, dtype: str, device: t
     if held is None:
         held = dtype if dtype in ("int8", "fp8", "w4") else str(_dtype(dtype, device)).removeprefix("torch.")
     return f"{quantization}, dequantised to {held}"
+
+
+_SIZES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "q8": 1.06, "int8": 1.0, "fp8": 1.0, "w4": 0.52}  # bytes
+
+
+def memory_of(checkpoint: Checkpoint, config: EngineConfig) -> tuple[int, int | None, dict[str, int]]:
+    """Bytes that a model will take here, known before its weights are read.
+
+    Of its weights, about; what they leave to the KV cache (None = unknown); of a token's keys and values, by kv_dtype.
+    """
+    from forerun.models.config import supports
+    from forerun.models.native.target import choose_mode, usual_kv_dtype
+
+    if not supports(checkpoint.config):
+        raise UnsupportedModel(f"{checkpoint.name} runs in transformers, which does not say before what it takes")
+    device, family = torch.device(_device(config.device)), DecoderConfig.from_hf(checkpoint.config)
+    _refuse_kv_dtype(checkpoint, config, device)
+    mode = choose_mode(family, checkpoint.weights, config.dtype) if device.type == "cpu" else None
+    packed = mode == "gguf" or keeps_packed(checkpoint, family, config.dtype, device)
+    if mode is not None:
+        usual = usual_kv_dtype(mode)
+    else:
+        usual = torch.bfloat16 if packed else _dtype(config.dtype, device)
+    held = mode or (config.dtype if config.dtype in _SIZES else str(usual).removeprefix("torch."))
+    weights = _file_bytes(checkpoint.path) if packed else int(_SIZES[held] * _numbers(checkpoint, family))
+    kinds = {"auto": usual, **{name: kind for name, kind in KV_DTYPES.items() if reason_against(name, device) is None}}
+    share = as_memory("kv_memory", config.kv_memory)
+    room = allowed_bytes(share, device)
+    if room is not None and device.type == "cuda" and not isinstance(share, int):  # a share of what weights leave
+        room = max(0, room - int((share or GPU_SHARE) * weights))
+    return weights, room, {name: slot_bytes(family, kind) for name, kind in kinds.items()}
+
+
+def _numbers(checkpoint: Checkpoint, family: DecoderConfig) -> int:
+    from forerun.models.load.shapes import expected_shapes
+
+    return sum(math.prod(shape) for _, shape in expected_shapes(family, checkpoint.weights))
+
+
+def _file_bytes(path: Path) -> int:
+    files = path.glob("*.safetensors") if path.is_dir() else (path,)
+    return sum(file.stat().st_size for file in files)
 
 
 def keeps_packed(checkpoint: Checkpoint, family: DecoderConfig, dtype: str, device: torch.device) -> bool:

@@ -29,6 +29,7 @@ from forerun.build.engine import (
     held_as,
     load_target,
     make_engine,
+    memory_of,
     needs_head,
     refuse_draft_dtype,
     refuse_missing_head,
@@ -253,6 +254,13 @@ def explain_weights(model: str) -> str:
         return f"{model}: as the backend of its family reads them"
     held = held_as(checkpoint, DecoderConfig.from_hf(checkpoint.config), EngineConfig().dtype, device)
     return f"{model}: {held or 'not quantised by its config.json'}"
+
+
+def memory_here(model: str, kv_dtype: KvDtype = "auto") -> tuple[int, int | None, dict[str, int]]:
+    """See memory_of: of a model by name, loaded with usual settings."""
+    from forerun.models.load.checkpoint import open_checkpoint
+
+    return memory_of(open_checkpoint(model), EngineConfig(kv_dtype=kv_dtype))
 
 
 def _engine_config(options: Mapping[str, Any]) -> EngineConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -20,7 +20,7 @@ from forerun.core.checks import as_real
 from forerun.core.errors import InvalidInput
 from forerun.core.params import KvDtype
 from forerun.measure.bench.settings import DrafterSetup, Settings, parse_setups
-from forerun.measure.plan.advice import PLAIN, Choice, Load, Profile, Range, built_in, read_profile
+from forerun.measure.plan.advice import PLAIN, Choice, Load, Profile, Range, built_in, fitting, read_profile
 from forerun.measure.plan.advice import plan as make_plan
 from forerun.measure.report.tables import figure_table, print_table
 
@@ -168,17 +168,19 @@ def plan(
         raise InvalidInput("--save keeps what --measure finds; add --measure")
     if kv_dtype != "auto" and not measure:
         raise InvalidInput(f"--kv-dtype {kv_dtype} is a setting of what --measure loads; add --measure")
-    profile = _profile(gpu, which, file, measure, save, prompt + answer, kv_dtype)
+    profile = _profile(gpu, which, file, measure, save, load, kv_dtype)
     choices = make_plan(profile, load)
     document = {"what": "forerun-plan", "schema": 1, "load": asdict(load), "machine": profile.machine,
                 "model": profile.model, "source": profile.source, "price": price,
-                "choices": [{**asdict(c), "full_hours": asdict(c.full_hours)} for c in choices]}  # fmt: skip
+                "choices": [{**asdict(c), "full_hours": asdict(c.full_hours)} for c in choices],
+                "memory": None if profile.memory is None else asdict(profile.memory),
+                "sequences_that_fit": fitting(profile, load)}  # fmt: skip
     if not write_document(json_file, document):
-        _show(profile, choices, price)
+        _show(profile, choices, price, load)
 
 
 def _profile(
-    gpu: str | None, model: str | None, file: Path | None, measured: bool, save: Path | None, length: int, kv_dtype: str
+    gpu: str | None, model: str | None, file: Path | None, measured: bool, save: Path | None, load: Load, kv_dtype: str
 ) -> Profile:
     if sum((gpu is not None, file is not None, measured)) != 1:
         raise InvalidInput("say where times come from: --gpu h200 --model 8b, --file FILE, or --measure")
@@ -190,17 +192,18 @@ def _profile(
     check_model(name)
     with Console(stderr=True).status(f"loading {short_name(name)}") as status:
         from forerun.api.llm import LLM
-        from forerun.measure.plan.measure import measure
+        from forerun.measure.plan.measure import measure, memory_before
 
-        llm = LLM.load(name, max_length=max(2048, length), kv_dtype=cast(KvDtype, kv_dtype))
+        memory = memory_before(name, cast(KvDtype, kv_dtype))
+        llm = LLM.load(name, max_length=max(2048, load.prompt + load.answer), kv_dtype=cast(KvDtype, kv_dtype))
         status.update(f"measuring {short_name(name)}: batches of 1 to 8, plain and drafted; about a minute")
-        profile = measure(llm)
+        profile = replace(measure(llm, prompt=load.prompt), memory=memory)
     if save is not None:
         write_file("--save", save, profile.to_json())
     return profile
 
 
-def _show(profile: Profile, choices: list[Choice], price: float | None) -> None:
+def _show(profile: Profile, choices: list[Choice], price: float | None, load: Load) -> None:
     unit = "cost of a million tokens" if price is not None else "hours for a million tokens"
     columns = ("drafter", "batch", "replicas", "tokens/s of one", unit, "at full load", "TTFT p99", "per token", "used")
     table = figure_table(f"{profile.model} on {profile.machine}", *columns)
@@ -214,8 +217,13 @@ def _show(profile: Profile, choices: list[Choice], price: float | None) -> None:
         )  # fmt: skip
     console = table_console()
     print_table(console, table)
-    said = f"Brackets: as far as the intervals of what was measured reach. Source: {profile.source}."
-    for line in (_verdict(choices, price), said):
+    lines = [_verdict(choices, price)]
+    if profile.memory is not None:
+        lines.append(f"Memory: {'; '.join(profile.memory.told([load.prompt + load.answer]))}.")
+    if profile.guesses_prompts(load.prompt):
+        lines.append("Prompts as long as these were not measured: a token of theirs counts as one of a short prompt.")
+    lines.append(f"Brackets: as far as the intervals of what was measured reach. Source: {profile.source}.")
+    for line in lines:
         console.print(line, soft_wrap=not console.is_terminal, markup=False)
 
 

@@ -21,15 +21,18 @@ from rich.console import Console
 from rich.text import Text
 
 from forerun import __version__
-from forerun.cli.flags import DEFAULT_MODEL, JsonFile, write_document
+from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile, write_document
 from forerun.cli.models import in_units
 from forerun.core import registry
+from forerun.core.checks import as_name
 from forerun.core.errors import InvalidInput
 from forerun.core.params import KvDtype
 from forerun.heads import heads_in_the_box
+from forerun.measure.plan.advice import Memory
 from forerun.models.load.catalog import cache_folder, known_models
 
 MODEL = "model"  # the finding about the default one
+LENGTHS = (2_000, 8_000, 32_000)  # tokens of sequences that are counted
 # Distribution names: what each extra brings, and what is always needed. A test holds them to pyproject.toml.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "serve": ("fastapi", "uvicorn", "pydantic", "prometheus-client", "llguidance"),
@@ -53,12 +56,14 @@ class Finding:
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option("--model", help="Also explain the weights of this checkpoint.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Also explain the memory of this checkpoint.")] = None,
+    kv_dtype: Annotated[str, typer.Option(help=HELP["kv_dtype"])] = "auto",
     json_file: JsonFile = None,
 ) -> None:
     """Show what this machine has and what is missing; exit code 0 if generating would work."""
     with Console(stderr=True).status("looking at this machine"):  # the default model is loaded: seconds
-        findings = [*examine(), *([] if model is None else [_weights(model)])]
+        kept = as_name("--kv-dtype", kv_dtype, get_args(KvDtype))
+        findings = [*examine(kept), *([] if model is None else [_weights(model), _room(model, kept)])]
     ready = all(finding.ok for finding in findings if finding.needed)
     document = {"ready": ready, "findings": [asdict(finding) for finding in findings]}
     if not write_document(json_file, document):
@@ -66,7 +71,7 @@ def doctor(
     raise typer.Exit(0 if ready else 1)
 
 
-def examine() -> Iterator[Finding]:
+def examine(kv_dtype: str = "auto") -> Iterator[Finding]:
     yield Finding("forerun", __version__)
     yield Finding("machine", f"{_cpu()}, {_cores()} cores, {in_units(_memory())} memory, {platform.platform()}")
     yield Finding("python", platform.python_version())
@@ -82,6 +87,8 @@ def examine() -> Iterator[Finding]:
         yield from _defaults()
     yield _cache()
     yield _kv_cache()
+    if model.ok:
+        yield _room(DEFAULT_MODEL, kv_dtype)
     yield _compiler()
     yield _kernels()
     for extra, libraries in EXTRAS.items():
@@ -186,6 +193,16 @@ def _kv_cache() -> Finding:
     formats = [name for name in get_args(KvDtype) if budget.reason_against(name, device) is None]
     said = f"{most} (kv_memory), as {' or '.join(formats)} (kv_dtype); prompts that start alike are read once"
     return Finding("KV cache", said, needed=False)
+
+
+def _room(model: str, kv_dtype: str) -> Finding:
+    """How many tokens and sequences of this model the KV cache holds."""
+    try:
+        weights, room, token_bytes = import_module("forerun.build.load").memory_here(model, kv_dtype)
+    except Exception as error:  # what cannot be read, or has no such KV cache, is the finding
+        return Finding("KV tokens", f"{model}: {error}", ok=False, needed=False)
+    told = Memory(weights, room, token_bytes, kv_dtype).told(LENGTHS)
+    return Finding("KV tokens", f"{model}: {'; '.join(told)}", needed=False)
 
 
 def _compiler() -> Finding:

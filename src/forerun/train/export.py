@@ -322,8 +322,20 @@ def _block_keys(values: dict[str, Any], config: BlockConfig) -> dict[str, Any]:
     if config.reads_rows:
         nested = {"eagle_aux_hidden_state_layer_ids": list(config.layers), "use_aux_hidden_state": True}
         values |= {"architectures": ["LlamaForCausalLMEagle3"], "pard_token": config.mask_token, "eagle_config": nested}
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    rope = _rope_keys(config)
+    if config.rope_scaling:
+        values["rope_scaling"] = rope  # the name of transformers 4; an engine reads one of the two
     return {**values, "dtype": "bfloat16", "torch_dtype": "bfloat16", "rope_parameters": rope}
+
+
+def _rope_keys(config: BlockConfig) -> dict[str, Any]:
+    """The head's rotary positions, with what vLLM wants said that a head's file may leave out."""
+    rope, said = config.rope, dict(config.rope_scaling)
+    if said:
+        said.setdefault("factor", rope.factor)
+        if rope.kind != "linear":
+            said.setdefault("original_max_position_embeddings", rope.context)
+    return {**said, "rope_type": rope.kind, "rope_theta": config.rope_theta}
 
 
 PROMPTS = (

@@ -13,6 +13,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.resources import files
 from math import ceil
 from pathlib import Path
@@ -23,6 +24,7 @@ from forerun.core.checks import as_real
 from forerun.core.errors import DamagedFile, InvalidInput, brief
 
 PLAIN = "plain"
+PAGE = 64  # tokens of a page of the KV cache (models/pages.py; this module loads without torch)
 _GET_ONE = "make one with `forerun plan --measure --save FILE`"
 BUILT_IN = tuple(("h200", model) for model in ("8b", "8b-fp8", "8b-int8", "8b-w4"))
 
@@ -41,12 +43,44 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """What a model takes of a machine's memory, in bytes."""
+
+    weights: int  # as they are held
+    room: int | None  # that the KV cache may take where nobody says (kv_memory); None = unknown
+    token_bytes: Mapping[str, int]  # keys and values of one token, by kv_dtype
+    kv_dtype: str = "auto"  # the one that was measured
+
+    def tokens(self, kv_dtype: str | None = None) -> int | None:
+        """How many the KV cache holds."""
+        return None if self.room is None else self.room // self.token_bytes[kv_dtype or self.kv_dtype]
+
+    def sequences(self, length: int, kv_dtype: str | None = None) -> int | None:
+        """How many of so many tokens the KV cache holds, each with a page for its drafts."""
+        tokens = self.tokens(kv_dtype)
+        return None if tokens is None else tokens // PAGE // (-(-length // PAGE) + 1)
+
+    def told(self, lengths: Sequence[int]) -> list[str]:
+        """In words: weights, and by kv_dtype what a token takes and how many tokens and sequences fit."""
+        said = [f"weights about {self.weights / 1e9:.1f} GB"]
+        for name in sorted(self.token_bytes, key=lambda name: name != self.kv_dtype):
+            fits = f"kv_dtype {name}: {self.token_bytes[name]:,} bytes for a token"
+            if self.room is not None:
+                counts = ", ".join(f"{self.sequences(length, name):,} of {length:,}" for length in lengths)
+                fits += f", {self.tokens(name):,} tokens fit, or sequences: {counts} tokens"
+            said.append(fits)
+        return said
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     machine: str
     model: str
     source: str  # command, date, commit, conditions
     points: tuple[Point, ...]
     context_seconds: float = 0.0  # per sequence, round and token of context more than was measured
+    prompt_square_seconds: float = 0.0  # of a prompt's attention, per square of its tokens
+    memory: Memory | None = None
 
     @property
     def setups(self) -> list[str]:
@@ -68,8 +102,14 @@ class Profile:
     def tokens_per_round(self, setup: str, batch: int) -> float:
         return self._at(setup, batch, lambda point: point.tokens_per_round)
 
-    def prompt_seconds(self, setup: str, batch: int) -> float:
-        return self._at(setup, batch, lambda point: point.prompt_seconds)
+    def prompt_seconds(self, setup: str, batch: int, tokens: int) -> float:
+        """A whole prompt: every token passes the layers once, and attends to all before it."""
+        each = self._at(setup, batch, lambda point: point.prompt_seconds)
+        return tokens * (each + self.prompt_square_seconds * tokens)
+
+    def guesses_prompts(self, tokens: int) -> bool:
+        """Are prompts of so many tokens far longer than what was measured, without a law for long ones?"""
+        return not self.prompt_square_seconds and tokens > 8 * max(point.context for point in self.points)
 
     def _at(self, setup: str, batch: int, value: Callable[[Point], float]) -> float:
         """By a straight line between the neighbours; outside, the nearest."""
@@ -144,9 +184,11 @@ def _of_profile(found: Mapping[str, Any]) -> Profile:
         raise InvalidInput("a profile needs points of the setup plain")
     if not all(point.decode_seconds > 0 and point.tokens_per_round >= 1 for point in points):
         raise InvalidInput("a profile has times above 0 and at least one token per round")
+    memory = found.get("memory")
     return Profile(
-        str(found["machine"]), str(found["model"]), str(found["source"]), points, float(found["context_seconds"])
-    )
+        str(found["machine"]), str(found["model"]), str(found["source"]), points, float(found["context_seconds"]),
+        float(found.get("prompt_square_seconds", 0.0)), None if memory is None else Memory(**memory),
+    )  # fmt: skip
 
 
 def _sweeps(found: Any) -> Iterator[list[dict[str, Any]]]:
@@ -211,8 +253,14 @@ class Choice:
 def plan(profile: Profile, load: Load) -> list[Choice]:
     """Every drafter of the profile, cheapest first; of those that cost as little, the one that answers sooner.
 
-    Plain decoding is always among them, and comes first where nothing else tells them apart.
+    Plain decoding is always among them, and comes first where nothing else tells them apart. No more sequences run
+    together than the KV cache holds, where it is known how many that are.
     """
+    if fitting(profile, load) == 0:
+        raise InvalidInput(
+            f"a prompt and an answer of {load.prompt + load.answer} tokens do not fit the KV cache of {profile.model} "
+            f"on {profile.machine}, which holds {profile.memory and profile.memory.tokens()}"
+        )
     made = [choose(profile, setup, load) for setup in profile.setups]
     reaching = [choice.gpu_hours.value for choice in made if choice.reaches]
     least = SAME_COST * min(reaching, default=0.0)
@@ -244,15 +292,21 @@ def choose(profile: Profile, setup: str, load: Load) -> Choice:
     )  # fmt: skip
 
 
+def fitting(profile: Profile, load: Load) -> int | None:
+    """How many sequences of this load the KV cache holds; None = unknown."""
+    return None if profile.memory is None else profile.memory.sequences(load.prompt + load.answer)
+
+
 def best_batch(profile: Profile, setup: str, load: Load) -> int:
-    """The measured batch size with the highest throughput whose tokens come often enough; else the smallest."""
-    fine = [
-        point.batch
-        for point in profile.of(setup)
-        if _token_seconds(profile, setup, load, point.batch) <= load.token_seconds
-    ]
-    sizes = fine or [profile.of(setup)[0].batch]
-    return max(sizes, key=lambda batch: capacity(profile, setup, load, batch))
+    """The measured batch size with the highest throughput whose tokens come often enough; else the smallest.
+
+    Where the KV cache holds fewer, so many.
+    """
+    sizes, fits = [point.batch for point in profile.of(setup)], fitting(profile, load)
+    if fits is not None and fits < sizes[-1]:
+        sizes = [size for size in sizes if size < fits] + [fits]
+    fine = [size for size in sizes if _token_seconds(profile, setup, load, size) <= load.token_seconds]
+    return max(fine or sizes[:1], key=lambda batch: capacity(profile, setup, load, batch))
 
 
 def capacity(profile: Profile, setup: str, load: Load, batch: int) -> float:
@@ -264,7 +318,7 @@ def _token_seconds(profile: Profile, setup: str, load: Load, batch: int) -> floa
     """What one sequence of a full batch waits for a token: its rounds, and the prompts of those that follow."""
     context = load.prompt + load.answer / 2
     per_round = profile.round_seconds(setup, batch, context) / profile.tokens_per_round(setup, batch)
-    return per_round + batch * load.prompt * profile.prompt_seconds(setup, batch) / load.answer
+    return per_round + batch * profile.prompt_seconds(setup, batch, load.prompt) / load.answer
 
 
 def _replicas(profile: Profile, setup: str, load: Load, batch: int, slower: float) -> tuple[int, Outcome, bool]:
@@ -337,10 +391,14 @@ class _Times:
     def __init__(self, profile: Profile, setup: str, batch: int, slower: float) -> None:
         sizes = range(1, batch + 1)
         self.gained = [0.0, *(profile.tokens_per_round(setup, size) for size in sizes)]
-        self.per_prompt = [0.0, *(slower * profile.prompt_seconds(setup, size) for size in sizes)]
+        self._prompt = partial(profile.prompt_seconds, setup)
+        self._slower = slower
         self.short = [0.0, *(slower * profile.round_seconds(setup, size, 0.0) for size in sizes)]
         long = [0.0, *(slower * profile.round_seconds(setup, size, LONG) for size in sizes)]
         self.per_context = [(after - before) / LONG for before, after in zip(self.short, long, strict=True)]
+
+    def prompt(self, tokens: int, running: int) -> float:
+        return self._slower * self._prompt(max(1, running), tokens)
 
     def round(self, running: Sequence[_Running]) -> float:
         size, context = len(running), 0.0
@@ -357,7 +415,7 @@ def simulate(profile: Profile, setup: str, asks: Sequence[Ask], batch: int, slow
         if not running and asks[place].at > now:
             now = asks[place].at
         while place < len(asks) and len(running) < batch and asks[place].at <= now:
-            now += asks[place].prompt * times.per_prompt[max(1, len(running))]
+            now += times.prompt(asks[place].prompt, len(running))
             running.append(_Running(asks[place]))
             place += 1
         size = len(running)

@@ -148,8 +148,6 @@ class NativeDecoder(Decoder):
 
     def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], **placed: Unpack[NativePlacement]) -> None:
         mode = placed["mode"]
-        # rows are rounded to eight bits before every layer anyway, and a long context is read in half the time
-        halves = mode in ("gguf", "q8") and native.library().fr_prefers_half()
         # Not Decoder's: it would read all weights into torch.
         SlotTarget.__init__(
             self,
@@ -158,7 +156,7 @@ class NativeDecoder(Decoder):
             device="cpu",
             kv_slots=placed.get("kv_slots"),
             kv_memory=placed.get("kv_memory"),
-            kv_dtype=KV_DTYPES.get(placed.get("kv_dtype", "auto"), torch.float16 if halves else None),
+            kv_dtype=KV_DTYPES.get(placed.get("kv_dtype", "auto"), usual_kv_dtype(mode)),
         )
         self.mode = mode
         self._decode = native.library().fr_decode
@@ -416,6 +414,14 @@ def native_decoder(
 
         made = NativeHybrid
     return made(config, weights, mode=mode, kv_slots=kv_slots, kv_memory=kv_memory, kv_dtype=kv_dtype)
+
+
+def usual_kv_dtype(mode: Mode) -> torch.dtype:
+    """Of a KV cache that nobody has chosen: halves where rows are rounded to eight bits before every layer anyway.
+
+    A long context is then read in half the time.
+    """
+    return torch.float16 if mode in ("gguf", "q8") and native.library().fr_prefers_half() else torch.float32
 
 
 def choose_mode(config: DecoderConfig, weights: Mapping[str, Tensor], dtype: str) -> Mode | None:
