@@ -10,8 +10,10 @@ import random
 
 import pytest
 
-from forerun.control.lookups import SAMPLED_SEQUENCES
+from forerun.control.cost import CostModel
+from forerun.control.lookups import LEAST_SAMPLES, ROUNDS_BETWEEN_DECISIONS, SAMPLED_SEQUENCES, LookupGate
 from forerun.control.prices import Levels, allocate, share_chains
+from forerun.core.types import LOOKUP, PLAIN, Offer
 from forerun.drafters.base import LookupDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.lookup.suffix import SuffixDrafter
@@ -125,3 +127,26 @@ def test_chains_share_a_pass_as_levels_do(seed: int) -> None:
     assert sum(fewer) <= 3
     doubted = share_chains(chains, price, trust=0.2)[0]
     assert sum(doubted) <= sum(depths)
+
+
+def test_drafts_are_made_where_they_promise_more_than_they_take() -> None:
+    """Though nothing would be lost that is not covered."""
+    gate, batch = LookupGate(CostModel(H200.seconds), lambda offers, batch, most: ([], 0.0)), 16
+    assert gate.allowance.covers(gate._seconds(LOOKUP, batch + 4, batch) / gate.plain_seconds(batch) - 1.0)
+    assert not gate.pays(4, 0.5, batch)
+    assert gate.pays(4, 3.5, batch)
+
+
+def opens(accepted: float, level: float = 0.0) -> bool:
+    """Does a closed gate open for 16 sequences, where a node for each has so many tokens accepted of all?"""
+    gate = LookupGate(CostModel(H200.seconds), lambda offers, batch, most: ([1] * min(batch, most), accepted))
+    gate.allowance.level = level
+    gate.overhead.observe(PLAIN, 16, 5e-4, 5e-4)
+    for _ in range(LEAST_SAMPLES):
+        gate.note_sample(Offer(free=(0.9, 0.8, 0.7)))
+    return any(gate.to_search(range(16)) is None for _ in range(ROUNDS_BETWEEN_DECISIONS))
+
+
+def test_a_gate_opens_where_drafts_promise_more_and_are_covered() -> None:
+    assert [opens(accepted) for accepted in (4.0, 8.0)] == [False, True]
+    assert not opens(8.0, level=-1.0)

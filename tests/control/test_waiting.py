@@ -7,9 +7,11 @@ import random
 import pytest
 
 from forerun.control import adaptive
-from forerun.control.cost import CostModel, RoundOverhead
-from forerun.control.overlap import Overlap, level_rate
-from forerun.core.types import Form
+from forerun.control.cost import CostModel, RoundOverhead, presumed_gap
+from forerun.control.forms import FormChooser, Promise
+from forerun.control.overlap import Overlap, level_rate, lookup_promise
+from forerun.control.prices import Allowance
+from forerun.core.types import PLAIN, Form, Offer
 from lab.simulate.speeds import SimulatedMenu
 from tests.control.lookup_texts import COPYING, RECORDED, TEXTS, random_texts
 from tests.control.simulate.follow import FollowHistory, FollowSimulation, Host
@@ -71,6 +73,23 @@ def test_look_ups_return_after_they_were_wrong_for_long() -> None:
     both, alone = (run(LARGE, texts, 1e-3, 0.6, looks_up=looks_up, rounds=900) for looks_up in (True, False))
     assert both.speed(alone, last=96 * 16) >= 0.985
     assert both.speed(alone, first=96 * 17, last=min(96 * 24, alone.tokens[-1])) > 2.0
+
+
+def reads_first(gain: float, form: Form) -> bool:
+    """Is a round read first for look-ups that write so many tokens more than this form does in their time?"""
+    chooser = FormChooser(TREE, CostModel(SMALL.seconds), Allowance(), 60, 10)
+    for known in (PLAIN, form):
+        chooser.overhead.observe(known, 1, 2e-4, 2e-4, followed=True)
+    head = Promise(form, 3.0 if form.nodes else 1.0, 2e-3)
+    free, gap = lookup_promise(chooser, head, 8, 1, 0.0), presumed_gap(head.seconds)
+    accepted = gain + head.rate * (free.seconds + gap) - free.tokens
+    overlap = Overlap(lambda offers, batch: ([8], accepted))
+    return overlap.waits(chooser, head, [Offer(free=(1.0,) * 12)])
+
+
+def test_a_token_must_be_gained_on_a_head_and_on_plain_rounds_as_much_as_is_staked() -> None:
+    assert [reads_first(gain, TREE.forms[0]) for gain in (-0.1, 0.9, 1.1, 4.0)] == [False, False, True, True]
+    assert [reads_first(gain, PLAIN) for gain in (-0.1, 0.1, 0.9)] == [False, False, True]
 
 
 class Parting:

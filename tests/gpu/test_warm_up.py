@@ -14,8 +14,12 @@ from forerun.build.load import rehearse_verdicts
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Laws, Needs, Request, TreeBatch
 from forerun.engine.engine import Engine
+from forerun.models.cuda import graphs
 from forerun.models.cuda.graphs import menu, scored_rows
 from forerun.models.cuda.plan import Need, Plan, Size, padding, splits_to
+from forerun.models.cuda.target import CudaDecoder
+from forerun.testing import FakeSeq
+from tests.gpu.test_first_call import Captures
 from tests.gpu.test_plain_rounds import PROMPTS, _write
 from tests.gpu.tiny import DEVICES, make_target, need_cuda
 
@@ -169,3 +173,34 @@ def test_a_pass_takes_the_graph_with_the_fewest_logits_that_are_enough() -> None
     size = passes.scored_size(Need(600, 70, 20))
     found = [passes._key(Plan(size, 600, padding(size).ints), (), scored).scored for scored in (1, 128, 129, 300, 500)]
     assert found == [128, 128, 256, 384, 512]  # the last is captured when it comes
+
+
+def test_passes_that_are_left_for_later_run_without_a_graph_until_they_have_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt of more rows than a short text's passes have."""
+    captures, jobs = Captures(), [job for job in menu(LENGTH) if job[0].rows in (8, 192)]
+    monkeypatch.setattr(graphs, "capture", captures.capture)
+    monkeypatch.setattr(graphs, "menu", lambda *given: jobs)
+    target = make_target("llama", "cpu", torch.float32)
+    target.passes.capture = True
+    target.capture_few_first()
+    target.warm_up(Needs(), BATCH, LENGTH)
+    captures.is_loading = False
+    assert target.passes._waiting
+    wanted = _logits_behind_prompt(target, 1)
+    assert captures.late == []
+    while target.later.next():
+        pass
+    assert target.passes._waiting == set()
+    captures.late.clear()
+    assert torch.equal(_logits_behind_prompt(target, 2), wanted)
+    assert captures.late == []
+
+
+def _logits_behind_prompt(target: CudaDecoder, number: int) -> Tensor:
+    seq = FakeSeq(number, [2 + i % 90 for i in range(150)])
+    target.prefill([seq], Needs())
+    logits = target.score([seq], TreeBatch.chains([seq.tokens[-1:]]), Needs()).required_logits.clone()
+    target.release(seq)
+    return logits

@@ -73,7 +73,7 @@ class LookupGate:
         if batch <= ALWAYS_SEARCHED or size.is_open or self._is_cheap(batch, plain := self.plain_seconds(batch)):
             return None
         size.rounds += 1
-        if self._should_open(size, ids, plain):
+        if self._should_open(size, batch, plain):
             if unread:
                 size.rounds -= 1  # the same question comes once more
                 return None
@@ -214,13 +214,13 @@ class LookupGate:
         else:
             self._sampling = _moved(self._sampling, each)
 
-    def _should_open(self, size: GateState, ids: Sequence[int], plain: float) -> bool:
+    def _should_open(self, size: GateState, batch: int, plain: float) -> bool:
         """Would drafts for the whole batch give more, by what single sequences have offered of late?"""
         if size.rounds < size.wait or size.rounds % ROUNDS_BETWEEN_DECISIONS or len(self._sample) < LEAST_SAMPLES:
             return False
-        if not self.overhead.is_known(PLAIN, len(ids)):
+        if not self.overhead.is_known(PLAIN, batch):
             return False
-        few, batch = [*self._sample], len(ids)
+        few = [*self._sample]
         found = sum([sum(offer.free) for offer in few])
         most = 1.0 + found / len(few)  # tokens of a sequence, if all were drafted
         if most * plain <= BETTER * self._seconds(LOOKUP, batch, batch):
@@ -228,10 +228,7 @@ class LookupGate:
         depths, accepted = self.chains([few[i % len(few)] for i in range(batch)], batch, self.most_nodes(batch))
         nodes = sum(depths)
         seconds = self._seconds(LOOKUP, batch + nodes, batch)
-        better = nodes > 0 and (batch + accepted) * plain > BETTER * batch * seconds
-        worst = seconds / plain - 1.0
-        unread = self._reading / plain * len([one for one in ids if one not in self.met])
-        return better and self.allowance.covers(worst + unread)
+        return nodes > 0 and (batch + accepted) * plain > BETTER * batch * seconds
 
 
 def _moved(mean: float, value: float) -> float:

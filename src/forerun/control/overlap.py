@@ -25,8 +25,8 @@ from forerun.core.types import LOOKUP, PLAIN, Form, Offer, Seq
 
 MOST_READ_FIRST = 2  # sequences: for the look-ups of more, no round is read first
 MEMORY = 0.95  # per round, of what the head's trees accept where look-ups promise more
-LEAST_GAIN_ON_HEAD = 1.0  # tokens that reading a round first must gain on a head, whose trees overlap
-LEAST_GAIN_ON_PLAIN = 0.15  # tokens, the same on plain rounds
+LEAST_PROMISED = 0.15  # tokens of a sequence behind the round under way, for its matches to be weighed at all
+LEAST_GAIN_ON_HEAD = 1.0  # tokens that reading a round first must gain on a head; on plain rounds any gain will do
 BETTER_THAN_HEAD = 1.3  # times the head's tokens per second, for look-ups in its place: matches are overrated
 
 Chains = Callable[[Sequence[Offer], int], tuple[list[int], float]]  # offers, batch -> depths, tokens accepted
@@ -69,16 +69,15 @@ class Overlap:
         self.note(offers)
         if not (head.form.nodes or chooser.overhead.follows(PLAIN, batch)):
             return False  # only an overlapping plain round shows what look-ups are compared with
-        least = LEAST_GAIN_ON_HEAD if head.form.nodes else LEAST_GAIN_ON_PLAIN
-        matches = self._behind(offers, head.tokens / batch, least)
+        matches = self._behind(offers, head.tokens / batch)
         other = 0.0 if head.form.nodes else sum([offer.otherwise for offer in offers])
-        if not matches.nodes and other <= least * batch:
+        if not matches.nodes and other <= LEAST_PROMISED * batch:
             return False
         free = lookup_promise(chooser, head, matches.nodes, batch, matches.accepted)
         gap, rate = _gap(chooser, head, batch), self._head_tokens(head, batch) / head.seconds
         gain = matches.holds * (free.tokens - rate * free.seconds) - rate * gap
         gain += (1.0 - matches.holds) * max(0.0, batch + other - rate * free.seconds)
-        if gain <= least * batch:
+        if gain <= (LEAST_GAIN_ON_HEAD * batch if head.form.nodes else 0.0):
             _forgive(chooser, batch)
             return False
         lost = gap / head.seconds
@@ -98,10 +97,10 @@ class Overlap:
             return chooser.allowance.covers_stake(lost + worst, gain)
         return chooser.allowance.covers(both) and self.allowance.covers(lost + worst)
 
-    def _behind(self, offers: Sequence[Offer], written: float, least: float) -> _Matches:
+    def _behind(self, offers: Sequence[Offer], written: float) -> _Matches:
         """The same matches `written` tokens further on, given that these tokens are right."""
         more = round(written)
-        if sum([sum(offer.free[more:]) for offer in offers]) <= least * len(offers):  # the usual case
+        if sum([sum(offer.free[more:]) for offer in offers]) <= LEAST_PROMISED * len(offers):  # the usual case
             return _Matches(0.0, 0, 0.0)
         holds = 1.0 - prod([1.0 - offer.free[more - 1] for offer in offers if len(offer.free) > more])
         later = [Offer(free=tuple([one / holds for one in offer.free[more:]])) for offer in offers]
