@@ -57,6 +57,7 @@ class LocalBackend(Backend):
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm, self._engine, self._progress = llm, llm.llm.engine, ProgressWatch()
+        self._abandoned = False
         target = self._engine.target
         has_encoder = target.source_rules is not None
         super().__init__(llm.llm.tokenizer, target.vocab_size, self._engine.max_length, has_encoder)
@@ -124,6 +125,7 @@ class LocalBackend(Backend):
         return "yes"
 
     async def close(self) -> None:
-        """End its thread; one that hangs is left behind."""
-        if not await self._llm.close(CLOSING):
+        """End its thread; one that hangs is left behind, and not waited for again: a server closes more than once."""
+        if not self._abandoned and not await self._llm.close(CLOSING):
+            self._abandoned = True
             log.error("the engine hangs: its thread is abandoned")
