@@ -9,8 +9,7 @@ that vLLM's EngineCore needs one method more:
 
     def set_running(self, count): self.scheduler.max_num_running_reqs = count
 
-OUT holds tokens, seconds and token ids of every batch size. With --turn the engine starts, writes OUT.ready and waits
-for OUT.go: several can then start side by side and be measured one after the other.
+OUT holds tokens, seconds and token ids by batch size. --turn: start, write OUT.ready, wait for OUT.go (one of several).
 """
 
 import argparse
@@ -62,8 +61,7 @@ def main() -> None:
     llm = LLM(
         str(given.model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=given.max_length, seed=0,
         max_num_seqs=max(sizes), gpu_memory_utilization=0.2, kv_cache_memory_bytes=given.kv_bytes,
-        enable_prefix_caching=False,
-        **({"speculative_config": head} if given.head else {}),
+        enable_prefix_caching=False, **({"speculative_config": head} if given.head else {}),
     )  # fmt: skip
     if given.turn:
         given.out.with_suffix(".ready").touch()
