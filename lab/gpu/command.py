@@ -146,7 +146,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     share(group, batches=",".join(map(str, SIZES)))
     add = group.add_argument
     add("--preset", default="8b", choices=[*PRESETS, OWN], help="shape to inflate the model to")
-    add("--text-weights", default="plain", choices=[*KINDS, "file"], help="kind of the target's weights; file: as stored")
+    add("--text-weights", default="plain", choices=[*KINDS, "file"], help="of the target; file: as it has them")
     add("--head", type=Path, help="folder of its EAGLE-3 head; default: the one in the package")
     add("--head-kinds", default="int8", help="kinds of the head's weights: plain, int8, fp8, w4")
     add("--forms", default="adaptive", help="drafts of the head: adaptive, or nodes:depth:width, by comma")
