@@ -22,13 +22,12 @@ from math import inf
 from typing import NamedTuple
 
 from forerun.control.base import WaitingPrompts
-from forerun.control.cost import CostModel, Factor, RoundOverhead, presumed_gap
-from forerun.control.prices import BEST_ACCEPTANCE, Allowance
+from forerun.control.cost import MEMORY, CostModel, Factor, RoundOverhead, presumed_gap
+from forerun.control.prices import BEST_ACCEPTANCE, BETTER, Allowance
 from forerun.core.types import PLAIN, Form, Menu
 
 # of a plain pass: where plain rounds took more than that beside it, the process had just started
 COLD_SHARE = 0.5
-BETTER = 1.03  # times the tokens per second of the last form, for another one
 ROUNDS_BETWEEN_TRIALS = 64  # rounds: more often, trials would cost what they find
 FOLLOWED_ROUND = 0.125  # of a round: what a drafted one that followed counts for, as a trial must be read first
 HOPED_TOKENS = 1.2  # times the tokens that are expected of a form, if all goes well
@@ -303,7 +302,6 @@ class _NoForms:
 NO_FORMS = _NoForms()
 # memory of the common factor, per round: of one sequence, and of 16, which show more
 MEMORY_ALONE, MEMORY_IN_BATCH = 0.93, 0.7
-SEQUENCE_MEMORY = 0.95  # memory of a sequence's factor, per round
 FORM_MEMORY = 0.93  # memory of a form's factor, per round of that form
 LEAST_FACTOR, MOST_FACTOR = 0.02, 4.0  # bounds of the common factor, so that it can return from any text
 PRIOR_TOKENS = 2.0  # expected tokens: a prior counts for about one draft
@@ -346,7 +344,7 @@ class Acceptance:
         counts, own = self._sequences, self._own
         for seq_id, tokens in zip(ids, accepted, strict=True):  # plain numbers: once per sequence and round
             seen, hoped = counts.get(seq_id, (PRIOR_TOKENS, PRIOR_TOKENS))
-            seen, hoped = seen * SEQUENCE_MEMORY + tokens, hoped * SEQUENCE_MEMORY + each
+            seen, hoped = seen * MEMORY + tokens, hoped * MEMORY + each
             counts[seq_id] = seen, hoped
             own[seq_id] = min(max((seen + PRIOR_TOKENS) / (hoped + PRIOR_TOKENS), 0.25), 2.0)
 

@@ -15,21 +15,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 from forerun.control.cost import CostModel, RoundOverhead
 from forerun.control.per_sequence import NOTHING, SequencePlanner
-from forerun.control.prices import Allowance
+from forerun.control.prices import BETTER, Allowance
 from forerun.core.types import LOOKUP, PLAIN, SEARCHED, Budget, Form, Offer, Round, Seq
 
 SEARCH_SECONDS = 25e-6  # seconds of one look-up before any was timed
 DRAFTED_SECONDS = 5e-5  # seconds of the host for each sequence of a round that drafts, before any was timed
 ALWAYS_SEARCHED = 8  # sequences: look-ups for 8 lose nothing, whatever they find
-MOST_WITH_TREES = 2  # sequences for which look-ups make trees; for more, chains, which are quicker to share out
+# sequences for whose look-ups the round under way is read first, and that make trees; for more, chains, which are
+# quicker to share out
+FEW = 2
 NEGLIGIBLE_SHARE = 0.02  # of a plain round: what look-ups for all may take without being weighed
 SAMPLING_SHARE = 0.002  # of a plain round: what samples may take while the gate is closed
 FIRST_CREDIT = 0.2  # of a plain round: what samples may take at once
-BETTER = 1.03  # times what plain decoding gives, for the gate to open
 SAMPLED_SEQUENCES = 4  # searched again and again while it is closed: a first search reads the whole text
 LEAST_SAMPLES = 8  # offers of single sequences before they tell anything
 KEPT_SAMPLES = 32  # offers: the last ones show what is found now
@@ -130,7 +131,7 @@ class LookupGate:
     def pays(self, nodes: int, accepted: float, batch: int) -> bool:
         """Is a round that drafts `nodes` nodes worth more than a round without drafts, and covered?"""
         size = self._size(batch)
-        if batch <= MOST_WITH_TREES and (not size.has_tried or size.gain > -NEGLIGIBLE_SHARE):
+        if batch <= FEW and (not size.has_tried or size.gain > -NEGLIGIBLE_SHARE):
             return True  # trees accept more than is promised here, and rounds have not lost
         plain, looked = self.plain_seconds(batch), self._seconds(SEARCHED, batch, batch)
         drafted = self._seconds(LOOKUP, batch + nodes, batch)
@@ -273,7 +274,7 @@ class GateState:
         self.next_wait = min(2 * self.next_wait, LONGEST_WAIT)
 
 
-@lru_cache(maxsize=64)
+@cache
 def chain_budget(depth: int) -> Budget:
     """The budget of a chain of `depth` tokens that was found."""
     return Budget(depth, depth, source="free") if depth else NOTHING
@@ -291,7 +292,7 @@ def plan_lookups(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]
     depths, accepted = planner.free_chains(offers, batch, gate.most_nodes(batch))
     if not gate.pays(sum(depths), accepted, batch):
         return [NOTHING] * batch, batch
-    if batch <= MOST_WITH_TREES:
+    if batch <= FEW:
         return planner.plan(seqs, offers, batch), batch
     return [chain_budget(depth) for depth in depths], batch
 

@@ -18,13 +18,13 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from forerun.control.cost import Factor, presumed_gap
+from forerun.control.cost import MEMORY, Factor, presumed_gap
 from forerun.control.forms import FormChooser, Promise
+from forerun.control.lookups import FEW
 from forerun.control.prices import Allowance
 from forerun.core.types import LOOKUP, PLAIN, Form, Offer, Seq
 
-MOST_READ_FIRST = 2  # sequences: for the look-ups of more, no round is read first
-MEMORY = 0.95  # per round, of what the head's trees accept where look-ups promise more
+HALVINGS = 12  # of the rates between 0 and 1 while one is searched: to 1/4096
 LEAST_GAIN_ON_HEAD = 1.0  # tokens that reading a round first must gain on a head, whose trees overlap
 LEAST_GAIN_ON_PLAIN = 0.15  # tokens, the same on plain rounds
 BETTER_THAN_HEAD = 1.3  # times the head's tokens per second, for look-ups in its place: matches are overrated
@@ -120,7 +120,7 @@ class Overlap:
             return
         self.allowance.book(0.0)
         expected = head.tokens - batch
-        if batch <= MOST_READ_FIRST and self._promised > expected > 0.0:
+        if batch <= FEW and self._promised > expected > 0.0:
             self._copied.add(accepted, expected, MEMORY)
         self._promised = 0.0
 
@@ -171,7 +171,7 @@ def ends(chooser: FormChooser, head: Promise, seqs: Sequence[Seq]) -> bool:
 def level_rate(accepted: float, depth: int) -> float:
     """The acceptance rate per level of a tree of `depth` levels, of which `accepted` tokens are accepted on average."""
     low, high = 0.0, 1.0
-    for _ in range(12):
+    for _ in range(HALVINGS):
         middle = (low + high) / 2
         below = sum([middle**i for i in range(1, depth + 1)]) < accepted
         low, high = (middle, high) if below else (low, middle)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, log
 
-from forerun.control.cost import CostModel, Factor
+from forerun.control.cost import MEMORY, NEWEST, PRIOR, CostModel, Factor
 from forerun.control.prices import (
     IN_A_ROW,
     REFRESH_ROUNDS,
@@ -49,8 +49,6 @@ WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
 MOST_CHAIN_NODES = 1024  # nodes of all chains of a round: the rows of the largest pass
 
 PRIOR_ACCEPTANCE = 0.7  # per position, before any draft was tested: high, so that a drafter gets its first trials
-PRIOR_TRIES = 3.0  # positions or rounds that a prior counts for: a few drafts outweigh it
-MEMORY = 0.95  # per position tested, or per round: acceptance changes within tens of tokens
 GAIN_MEMORY = 0.9  # per round, where the gain is known from the drafter's confidence: that varies less
 # rounds from a draft that did not pay to the next trial, twice as many each time
 FIRST_WAIT, LONGEST_WAIT = 2, 32
@@ -63,13 +61,13 @@ LEAST_TRUST, MOST_TRUST = 0.3, 1.3  # how far a drafter's expectations are scale
 class History:
     """The history of one sequence, or of all sequences, with a drafter that costs."""
 
-    hits: float = PRIOR_ACCEPTANCE * PRIOR_TRIES
-    tries: float = PRIOR_TRIES
+    hits: float = PRIOR_ACCEPTANCE * PRIOR
+    tries: float = PRIOR
     by_depth: list[list[float]] = field(default_factory=list)  # [hits, tries] of depth 1, 2, ...
-    gain: float = PRIOR_GAIN * PRIOR_TRIES  # tokens beyond what the round's time was worth
-    rounds: float = PRIOR_TRIES
-    expected: float = PRIOR_TRIES  # tokens that the drafter expected to be accepted; next: tokens that were
-    accepted: float = PRIOR_TRIES
+    gain: float = PRIOR_GAIN * PRIOR  # tokens beyond what the round's time was worth
+    rounds: float = PRIOR
+    expected: float = PRIOR  # tokens that the drafter expected to be accepted; next: tokens that were
+    accepted: float = PRIOR
     nodes: float = 0.0  # drafted per level
     wait: int = FIRST_WAIT  # rounds without a draft before a trial
     idle: int = 0  # such rounds so far
@@ -77,16 +75,16 @@ class History:
     @classmethod
     def after(cls, earlier: History) -> History:
         """The history of a new sequence: starts from that of the others, and soon outweighs it."""
-        share, asked = PRIOR_TRIES / earlier.tries, PRIOR_TRIES / earlier.rounds
+        share, asked = PRIOR / earlier.tries, PRIOR / earlier.rounds
         by_depth = [[hits * share, tries * share] for hits, tries in earlier.by_depth]
-        trusted = PRIOR_TRIES * earlier.trust
+        trusted = PRIOR * earlier.trust
         return cls(
             earlier.hits * share,
-            PRIOR_TRIES,
+            PRIOR,
             by_depth,
             earlier.gain * asked,
-            PRIOR_TRIES,
-            PRIOR_TRIES,
+            PRIOR,
+            PRIOR,
             trusted,
             earlier.nodes,
             max(FIRST_WAIT, earlier.wait // 2),
@@ -104,7 +102,7 @@ class History:
             counts[0] = counts[0] * MEMORY + (level <= accepted)
             counts[1] = counts[1] * MEMORY + (level <= tried)
         if depth:
-            self.nodes += 0.2 * (max(nodes, depth) / depth - self.nodes)
+            self.nodes += NEWEST * (max(nodes, depth) / depth - self.nodes)
 
     def count_gain(self, gain: float, memory: float = MEMORY) -> None:
         """A round with this drafter gained `gain` tokens beyond what its time was worth."""
@@ -123,7 +121,7 @@ class History:
     @property
     def trust(self) -> float:
         """The factor that corrects the drafter's probabilities."""
-        return min(max((self.accepted + PRIOR_TRIES) / (self.expected + PRIOR_TRIES), LEAST_TRUST), MOST_TRUST)
+        return min(max((self.accepted + PRIOR) / (self.expected + PRIOR), LEAST_TRUST), MOST_TRUST)
 
     @property
     def mean_gain(self) -> float:
@@ -143,7 +141,7 @@ class History:
         found: list[float] = []  # `list[float]()` would make a type, twenty times slower, in every round
         for level in range(most):
             hits, tries = self.by_depth[level] if level < len(self.by_depth) else (0.0, 0.0)
-            survival *= (hits + PRIOR_TRIES * overall) / (tries + PRIOR_TRIES)
+            survival *= (hits + PRIOR * overall) / (tries + PRIOR)
             if survival < least:
                 break
             found.append(survival)
@@ -289,7 +287,7 @@ class SequencePlanner:
         plain, taken = self.cost.pass_seconds(batch, batch), self.cost.pass_seconds(batch + nodes, batch)
         drafting = drafting_seconds(outcome, offers, self._asked) / plain
         if any(offer.chosen or offer.costs for offer in offers.values()):  # plain decoding shows nothing
-            self._pace.add(1.0 + sum([row[3] for row in rows]) / len(rows), taken / plain + drafting)
+            self._pace.add(1.0 + sum([accepted for _, _, _, accepted in rows]) / len(rows), taken / plain + drafting)
         self.free.note_round()
         self._prices.note_round()
         each = max(0.0, taken - plain) / plain / max(1, nodes)  # passes of a node

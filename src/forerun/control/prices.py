@@ -33,10 +33,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 
-from forerun.control.cost import NEWEST_SECONDS, CostModel
+from forerun.control.cost import MOST_TIMES, NEWEST, NEWEST_SECONDS, CostModel
 from forerun.core.types import Budget, Offer, Round, at_depth
 
+BETTER = 1.03  # times the tokens per second of what runs: what takes its place must promise so much, as noise does less
 REFRESH_ROUNDS = 16  # rounds for which a list holds
+PACE_STEPS = 20  # of one token a pass: paces that differ by less share a list
+SHARES = 8  # of a batch: lists are made for nodes of others in steps of so many of a sequence's own
+KEPT = 256  # answers to what idle rounds ask: prices and costs change rarely
 # of a round: what one without a draft counts for, as it shows what a plain pass takes and no more
 IDLE_ROUND = 0.25
 
@@ -76,7 +80,7 @@ class PriceLists:
 
     def of(self, cost: CostModel, batch: int, rate: float, others: int) -> PriceList:
         """For one sequence of a batch whose others draft `others` nodes; `rate` is its pace."""
-        key = batch, round(rate * 20) / 20, others, cost.context
+        key = batch, round(rate * PACE_STEPS) / PACE_STEPS, others, cost.context
         if key not in self._lists:
             price = cost.price(self.nodes, batch - 1, key[1], others)
             depth, width = deepest(price), widest(price, self.width)
@@ -168,7 +172,7 @@ def share_options(
         Option(one.offer, one.levels, one.asks and depth > 0, one.idle or (one.asks and not depth), depth)
         for one, depth in zip(options, depths, strict=True)
     ]
-    step, drafted = max(1, batch // 8), beside + sum(nodes)
+    step, drafted = max(1, batch // SHARES), beside + sum(nodes)
     return shared, [(drafted - own) // step * step for own in nodes]
 
 
@@ -201,7 +205,7 @@ def share_chains(
     return depths, accepted
 
 
-@lru_cache(maxsize=256)  # prices and costs change rarely, and every idle round asks
+@lru_cache(maxsize=KEPT)
 def shortest_that_pays(price: tuple[float, ...], costs: tuple[float, ...], acceptance: float = BEST_ACCEPTANCE) -> int:
     """The shortest chain that beats a plain pass at this acceptance; 0 where none does."""
     gain, survival = price[0], 1.0
@@ -255,9 +259,6 @@ class Pace:
         return max(1.0, self.written / self.passes)
 
 
-NEWEST_DRAFT = 0.2  # weight of the last round in the mean nodes of a sequence
-
-
 class MeanNodes:
     """Averages by sequence."""
 
@@ -266,12 +267,12 @@ class MeanNodes:
 
     def note(self, seq_id: int, drafted: int) -> None:
         usual = self._usual.get(seq_id, 0.0)
-        self._usual[seq_id] = usual + NEWEST_DRAFT * (drafted - usual)
+        self._usual[seq_id] = usual + NEWEST * (drafted - usual)
 
     def rest(self, seq_id: int, rounds: int) -> None:
         """So many rounds in which it drafted nothing."""
         if seq_id in self._usual:
-            self._usual[seq_id] *= (1.0 - NEWEST_DRAFT) ** rounds
+            self._usual[seq_id] *= (1.0 - NEWEST) ** rounds
 
     def beside(self, seq_ids: Iterable[int], batch: int) -> int:
         """What the others of a batch usually draft, in steps, so that few price lists are made."""
@@ -353,7 +354,6 @@ class Allowance:
 PRESUMED_SECONDS = 3e-4  # seconds that a round with a draft takes longer beside its pass, before any was seen
 # plain rounds that are timed together: as many as run in one native call, of which the first is slow
 IN_A_ROW = 4
-MOST_TIMES = 2.0  # times what was expected: a pause of the machine counts for no more
 
 
 class RoundSeconds:
