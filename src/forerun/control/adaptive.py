@@ -17,9 +17,9 @@ from forerun.control.base import ControlParts, WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.forms import NO_FORMS, FormChooser, Promise
 from forerun.control.lookups import FEW, LookupGate, chain_budget, plan_lookups, search_ahead
-from forerun.control.overlap import Overlap, ends, lookup_allowance, lookup_promise, within
+from forerun.control.overlap import Overlap, ends, lookup_promise, within
 from forerun.control.per_sequence import NOTHING, SequencePlanner
-from forerun.control.prices import Allowance
+from forerun.control.prices import LOOKUPS, Allowance
 from forerun.core.types import FREE, NEVER, PLAIN, Budget, Menu, Offer, Round, RoundPlan, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # nodes and children where no limit was set: room for the largest form of a head
@@ -336,7 +336,7 @@ class AdaptiveController:
     def _chooser(self, menu: Menu) -> FormChooser:
         chooser = self._choosers.get(id(menu))
         if chooser is None:
-            allowance = lookup_allowance() if menu is NO_FORMS else self.allowance
+            allowance = Allowance(**LOOKUPS) if menu is NO_FORMS else self.allowance
             most = self.planner.nodes, self.planner.width
             chooser = self._choosers[id(menu)] = FormChooser(menu, self.cost, allowance, *most)
         return chooser

@@ -472,7 +472,7 @@ NEWEST_SECONDS = 0.1  # weight of the newest round in a moving average of second
 GAPS_KEPT = 7  # gaps whose median counts: three slow rounds do not move it far
 STALE_ROUNDS = 128  # rounds that were not read first for the gap, after which the oldest is forgotten
 FIRST_PLAIN = 3  # plain rounds at the start that may be slow by chance: the quickest of them counts
-PRESUMED_GAP = 5e-4  # seconds, before any was seen
+PRESUMED_GAP = 5e-4  # seconds of the host that show in a round that drafts or is read first, before any were seen
 MOST_PRESUMED = 0.25  # of a round: the most that is presumed of a gap
 
 

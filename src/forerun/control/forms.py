@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, sqrt
 from typing import NamedTuple
 
 from forerun.control.base import WaitingPrompts
@@ -300,11 +300,16 @@ class _NoForms:
 
 
 NO_FORMS = _NoForms()
-# memory of the common factor, per round: of one sequence, and of 16, which show more
+# memory of the common factor, per round: of one sequence, and of a full batch, which shows more
 MEMORY_ALONE, MEMORY_IN_BATCH = 0.93, 0.7
 FORM_MEMORY = 0.93  # memory of a form's factor, per round of that form
 LEAST_FACTOR, MOST_FACTOR = 0.02, 4.0  # bounds of the common factor, so that it can return from any text
 PRIOR_TOKENS = 2.0  # expected tokens: a prior counts for about one draft
+PRIOR_FORM = 12.0  # the same of a form, of one sequence: what all forms share is settled first
+LEAST_OF_FORM, MOST_OF_FORM = 0.5, 2.0  # bounds of a form's factor: its files are never further off than that
+LEAST_OWN, MOST_OWN = 0.25, 2.0  # bounds of a sequence's factor: it may be much worse than others, and hardly better
+MOST_LEVELS = 0.98  # of a form's levels: no more are expected to be accepted, however good the last drafts were
+FULL_BATCH = 16  # sequences, from which on the memory is that of a batch
 
 
 @dataclass(slots=True)
@@ -319,11 +324,11 @@ class Acceptance:
 
     def expected(self, form: Form, prior: float) -> float:
         """Tokens of one average sequence."""
-        return min(prior * self.overall * self._of_form(form), 0.98 * form.depth)
+        return min(prior * self.overall * self._of_form(form), MOST_LEVELS * form.depth)
 
     def _of_form(self, form: Form) -> float:
         own = self._forms.get(form)
-        return 1.0 if own is None else min(max(own.value(), 0.5), 2.0)
+        return 1.0 if own is None else min(max(own.value(), LEAST_OF_FORM), MOST_OF_FORM)
 
     def weight(self, ids: Sequence[int]) -> float:
         """How many average sequences these are together."""
@@ -333,11 +338,11 @@ class Acceptance:
     def observe(self, form: Form, prior: float, ids: Sequence[int], accepted: Sequence[int]) -> None:
         """A round of this form: tokens accepted of each sequence."""
         batch, total, each = len(ids), sum(accepted), self.expected(form, prior)
-        memory = max(MEMORY_IN_BATCH, MEMORY_ALONE - (batch - 1) * (MEMORY_ALONE - MEMORY_IN_BATCH) / 15)
+        memory = max(MEMORY_IN_BATCH, MEMORY_ALONE - (batch - 1) * (MEMORY_ALONE - MEMORY_IN_BATCH) / (FULL_BATCH - 1))
         self._counts.add(total, prior * self._of_form(form) * batch, memory)
         self.overall = min(max(self._counts.value(), LEAST_FACTOR), MOST_FACTOR)
-        # what all forms share is settled first; a form that runs on and on tends to 1, and leaves the rest to that
-        of_form = self._forms.setdefault(form, Factor(6.0 * PRIOR_TOKENS / batch**0.5))
+        # a form that runs on and on tends to 1, and leaves the rest to what all share
+        of_form = self._forms.setdefault(form, Factor(PRIOR_FORM / sqrt(batch)))
         of_form.add(total / batch, prior * self.overall, FORM_MEMORY)
         if batch == 1:
             return  # the common factor is its own
@@ -346,7 +351,7 @@ class Acceptance:
             seen, hoped = counts.get(seq_id, (PRIOR_TOKENS, PRIOR_TOKENS))
             seen, hoped = seen * MEMORY + tokens, hoped * MEMORY + each
             counts[seq_id] = seen, hoped
-            own[seq_id] = min(max((seen + PRIOR_TOKENS) / (hoped + PRIOR_TOKENS), 0.25), 2.0)
+            own[seq_id] = min(max((seen + PRIOR_TOKENS) / (hoped + PRIOR_TOKENS), LEAST_OWN), MOST_OWN)
 
     def forget(self, seq_id: int) -> None:
         self._sequences.pop(seq_id, None)

@@ -19,7 +19,7 @@ from functools import cache
 
 from forerun.control.cost import CostModel, RoundOverhead
 from forerun.control.per_sequence import NOTHING, SequencePlanner
-from forerun.control.prices import BETTER, Allowance
+from forerun.control.prices import BETTER, SEARCHES, Allowance, moved
 from forerun.core.types import LOOKUP, PLAIN, SEARCHED, Budget, Form, Offer, Round, Seq
 
 SEARCH_SECONDS = 25e-6  # seconds of one look-up before any was timed
@@ -35,7 +35,7 @@ SAMPLED_SEQUENCES = 4  # searched again and again while it is closed: a first se
 LEAST_SAMPLES = 8  # offers of single sequences before they tell anything
 KEPT_SAMPLES = 32  # offers: the last ones show what is found now
 ROUNDS_BETWEEN_DECISIONS = 16  # rounds while the gate is closed: weighing a batch takes the host long
-NEWEST = 0.05  # weight of the last round in averages of seconds
+LEAST_ASKING = 1e-9  # seconds of a look-up that took no time, as 0 means that none was timed
 
 NODES = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16, 8)  # nodes of a round at most, largest first
 
@@ -50,7 +50,7 @@ class LookupGate:
     cost: CostModel
     chains: Chains
     overhead: RoundOverhead = field(default_factory=RoundOverhead)
-    allowance: Allowance = field(default_factory=lambda: Allowance(most=1.0, earned=0.003, floor=1.0))
+    allowance: Allowance = field(default_factory=lambda: Allowance(**SEARCHES))
     _sizes: dict[int, GateState] = field(default_factory=dict)
     _drafting: dict[int, float] = field(default_factory=dict)  # the part "draft" of rounds without look-ups
     # beside the pass, of plain rounds that were read first
@@ -123,7 +123,7 @@ class LookupGate:
         """Nodes that a round may draft, so that the allowance covers that all of them are rejected."""
         if batch <= ALWAYS_SEARCHED or self._is_cheap(batch, plain := self.plain_seconds(batch)):
             return NODES[0]
-        most = plain * (1.0 + 0.9 * max(0.0, self.allowance.level + self.allowance.floor))
+        most = plain * (1.0 + self.allowance.level + self.allowance.floor)
         overhead = self._overhead(LOOKUP, batch)
         fits = (n for n in NODES if self.cost.pass_seconds(batch + n, batch) + overhead <= most)
         return next(fits, 0)
@@ -145,7 +145,7 @@ class LookupGate:
         form = LOOKUP if nodes else SEARCHED if asked >= batch else PLAIN
         own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
         if form.kind == "plain" and not outcome.followed:
-            self._shown[batch.bit_length()] = _moved(self._shown.get(batch.bit_length(), 0.0), own)
+            self._shown[batch.bit_length()] = moved(self._shown.get(batch.bit_length(), 0.0), own)
         self.overhead.observe(form, batch, own, 0.0, outcome.followed)
         self._time_asking(seconds.get("draft", 0.0), asked, batch)
         if form.kind == "plain":
@@ -163,7 +163,7 @@ class LookupGate:
             return
         if size.has_tried and size.gain > 0.0:
             size.next_wait = FIRST_WAIT  # the next opening in vain counts as the first
-        elif size.has_tried or not self.allowance.covers(0.2 * self.allowance.floor):
+        elif size.has_tried or not self.allowance.covers(0.0):
             size.close()
             self._sample.clear()  # what was found before is known to have misled
 
@@ -203,17 +203,16 @@ class LookupGate:
     def _time_asking(self, seconds: float, asked: int, batch: int) -> None:
         group = batch.bit_length()
         if not asked:
-            known = self._drafting.get(group, seconds)
-            self._drafting[group] = known + NEWEST * (min(seconds, 3.0 * known) - known)
+            self._drafting[group] = moved(self._drafting.get(group, 0.0), seconds)
             return
-        each = max(1e-9, (seconds - self._drafting.get(group, 0.0)) / asked)
+        each = max(LEAST_ASKING, (seconds - self._drafting.get(group, 0.0)) / asked)
         if asked >= batch:
-            self._asking = _moved(self._asking, each)
+            self._asking = moved(self._asking, each)
             return
         if self._fresh:
-            self._reading = _moved(self._reading, each)
+            self._reading = moved(self._reading, each)
         else:
-            self._sampling = _moved(self._sampling, each)
+            self._sampling = moved(self._sampling, each)
 
     def _should_open(self, size: GateState, ids: Sequence[int], plain: float) -> bool:
         """Would drafts for the whole batch give more, by what single sequences have offered of late?"""
@@ -235,15 +234,8 @@ class LookupGate:
         return better and self.allowance.covers(worst + unread)
 
 
-def _moved(mean: float, value: float) -> float:
-    """A moving average, which a pause of the machine moves little; 0 = nothing was seen."""
-    weight = NEWEST if value > mean else 4.0 * NEWEST  # the first are often slow
-    return mean + weight * (min(value, 4.0 * mean) - mean) if mean else value
-
-
 FIRST_WAIT, LONGEST_WAIT = (64, 512)  # rounds that it stays closed behind an opening in vain, twice as many each time
 LEAST_OPEN_ROUNDS = 48  # rounds before it may close again: the gain of fewer is chance
-NEWEST_GAIN = 0.02  # weight of the last round in the average gain
 
 
 @dataclass(slots=True)
@@ -267,7 +259,7 @@ class GateState:
     def note(self, gain: float) -> None:
         """An open round gained the time of `gain` plain rounds."""
         self.rounds += 1
-        self.gain += max(NEWEST_GAIN, 1.0 / self.rounds) * (gain - self.gain)
+        self.gain += max(1.0 / LEAST_OPEN_ROUNDS, 1.0 / self.rounds) * (gain - self.gain)
 
     def close(self) -> None:
         self.is_open, self.rounds, self.wait = False, 0, self.next_wait

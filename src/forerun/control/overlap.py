@@ -21,7 +21,7 @@ from typing import NamedTuple
 from forerun.control.cost import MEMORY, Factor, presumed_gap
 from forerun.control.forms import FormChooser, Promise
 from forerun.control.lookups import FEW
-from forerun.control.prices import Allowance
+from forerun.control.prices import BESIDE_HEAD, PRIOR_CHAIN, Allowance
 from forerun.core.types import LOOKUP, PLAIN, Form, Offer, Seq
 
 HALVINGS = 12  # of the rates between 0 and 1 while one is searched: to 1/4096
@@ -45,9 +45,9 @@ class Overlap:
 
     def __init__(self, chains: Chains) -> None:
         self.chains = chains
-        self.allowance = Allowance(most=2.0, earned=0.01, floor=2.0, level=2.0)  # in rounds of the head alone
+        self.allowance = Allowance(**BESIDE_HEAD)  # in rounds of the head alone
         # what a head's trees accept where look-ups promise more, by what was expected
-        self._copied = Factor(4.0)
+        self._copied = Factor(PRIOR_CHAIN)
         self._promised = 0.0  # tokens by the look-ups of the round under way
 
     def note(self, offers: Sequence[Offer]) -> None:
@@ -123,11 +123,6 @@ class Overlap:
         if batch <= FEW and self._promised > expected > 0.0:
             self._copied.add(accepted, expected, MEMORY)
         self._promised = 0.0
-
-
-def lookup_allowance() -> Allowance:
-    """Of look-ups where nothing else drafts: what they have gained they may lose again, up to three rounds of it."""
-    return Allowance(most=3.0, earned=0.006, floor=1.0, level=0.8, earned_up_to=0.8)
 
 
 def lookup_promise(chooser: FormChooser, head: Promise, nodes: int, batch: int, accepted: float) -> Promise:

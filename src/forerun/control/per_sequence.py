@@ -26,8 +26,12 @@ from math import exp, log
 
 from forerun.control.cost import MEMORY, NEWEST, PRIOR, CostModel, Factor
 from forerun.control.prices import (
+    CHAINS,
+    FREE_DRAFTS,
     IN_A_ROW,
+    PRIOR_CHAIN,
     REFRESH_ROUNDS,
+    STOPPING,
     Allowance,
     Levels,
     MeanNodes,
@@ -49,6 +53,7 @@ WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
 MOST_CHAIN_NODES = 1024  # nodes of all chains of a round: the rows of the largest pass
 
 PRIOR_ACCEPTANCE = 0.7  # per position, before any draft was tested: high, so that a drafter gets its first trials
+MOST_ACCEPTANCE = 0.999  # of a position: what is never rejected would make chains of any length pay
 GAIN_MEMORY = 0.9  # per round, where the gain is known from the drafter's confidence: that varies less
 # rounds from a draft that did not pay to the next trial, twice as many each time
 FIRST_WAIT, LONGEST_WAIT = 2, 32
@@ -130,7 +135,7 @@ class History:
     @property
     def acceptance(self) -> float:
         """Of positions that were tested, whatever their depth."""
-        return min(self.hits / self.tries, 0.999)
+        return min(self.hits / self.tries, MOST_ACCEPTANCE)
 
     def survivals(self, most: int, least: float = 0.0) -> list[float]:
         """The acceptance probability at depth 1, 2, ...: the rates of each depth, with the overall one as prior.
@@ -154,7 +159,7 @@ class SequencePlanner:
     def __init__(self, cost: CostModel, nodes: int, width: int, offer: Callable[[Seq], Offer]) -> None:
         self.cost, self.nodes, self.width = cost, nodes, width
         self.offer = offer  # of the sequence's own drafter
-        self.allowance = Allowance(most=4.0, earned=0.015, floor=4.0, level=2.0)
+        self.allowance = Allowance(**CHAINS)
         self.free, self.rounds = FreeDrafts(), RoundSeconds()
         self._records: dict[int, History] = {}
         self._earlier = defaultdict[int, EarlierTexts](EarlierTexts)  # by drafter: what a new sequence starts from
@@ -244,7 +249,7 @@ class SequencePlanner:
         for seq_id, rounds in self._idle.items():
             self._pace.add_plain(rounds)
             self.free.note_idle(rounds)
-            self._prices.note_idle(rounds)
+            self._prices.note_rounds(rounds)
             self._usual.rest(seq_id, rounds)
         for seq_id, rounds in self._rested.items():
             self._trials.note_rested(rounds)
@@ -289,7 +294,7 @@ class SequencePlanner:
         if any(offer.chosen or offer.costs for offer in offers.values()):  # plain decoding shows nothing
             self._pace.add(1.0 + sum([accepted for _, _, _, accepted in rows]) / len(rows), taken / plain + drafting)
         self.free.note_round()
-        self._prices.note_round()
+        self._prices.note_rounds()
         each = max(0.0, taken - plain) / plain / max(1, nodes)  # passes of a node
         alone = batch == 1 and not outcome.followed and outcome.tells_times
         drafting += self.rounds.note_asked(outcome.seconds) if alone and self._asked else 0.0
@@ -428,9 +433,8 @@ class FreeDrafts:
     """Of all sequences together."""
 
     def __init__(self) -> None:
-        # gains of many drafts may be lost again before drafting ends: a few long ones in vain are no reason
-        self.allowance = Allowance(most=5.0, earned=0.01, floor=1.5, level=0.0)
-        self._kept = Factor(4.0)  # tokens accepted over tokens expected
+        self.allowance = Allowance(**FREE_DRAFTS)
+        self._kept = Factor(PRIOR_CHAIN)  # tokens accepted over tokens expected
 
     @property
     def trust(self) -> float:
@@ -471,6 +475,7 @@ class FreeDrafts:
         self._kept.add(accepted, expected, FREE_MEMORY)
 
 
+TRIAL_SHARE = 0.9  # of what such drafters may lose at once: the rest is for drafts that have been paying
 _RESTING = tuple(Budget(0, 0, source="free", repeats=rounds) for rounds in range(LONGEST_WAIT + 1))
 
 
@@ -479,8 +484,7 @@ class Trials:
 
     def __init__(self, others: Allowance) -> None:
         self.others = others
-        # a loss is noticed within a few rounds, and texts are often short: 40 tokens may lose little
-        self.stopping = Allowance(most=2.0, earned=0.015, floor=1.0, level=1.0)
+        self.stopping = Allowance(**STOPPING)
         # a sequence alone in its batch, the round up to which nothing pays for it, and whether its drafter stops
         self._off = (-1, 0, True)
 
@@ -521,10 +525,9 @@ class Trials:
 
     def _least(self, worst: float, stops: bool) -> float:
         """The allowance that covers it."""
-        return worst - 0.9 * self.stopping.floor if stops else worst
+        return worst - TRIAL_SHARE * self.stopping.floor if stops else worst
 
 
-CREDIT_EARNED = 0.004  # plain rounds by token of earlier texts: a start of 1.5 rounds in one of six texts of 64 tokens
 LEAST_GAIN = 0.1  # plain rounds by token still to come, that a drafter is hoped to gain
 LENGTH_MEMORY = 0.8  # by text, of their lengths
 
@@ -535,7 +538,7 @@ class EarlierTexts:
     def __init__(self) -> None:
         self.latest = History()
         # what may be lost on reading texts: what was gained with this drafter, all of its time counted
-        self.credit = Allowance(most=8.0, earned=CREDIT_EARNED, floor=0.0, level=3.0)
+        self.credit = Allowance()
         self._length = Factor(0.0)  # logarithms of tokens, of which few say how long a text will be
 
     def left(self, seq: Seq) -> float:
