@@ -300,15 +300,13 @@ class _NoForms:
 
 
 NO_FORMS = _NoForms()
-# memory of the common factor, per round: of one sequence, and of a full batch, which shows more
+# memory per round: of a form's factor and of the common one of one sequence; of that of a full batch, which shows more
 MEMORY_ALONE, MEMORY_IN_BATCH = 0.93, 0.7
-FORM_MEMORY = 0.93  # memory of a form's factor, per round of that form
 LEAST_FACTOR, MOST_FACTOR = 0.02, 4.0  # bounds of the common factor, so that it can return from any text
 PRIOR_TOKENS = 2.0  # expected tokens: a prior counts for about one draft
 PRIOR_FORM = 12.0  # the same of a form, of one sequence: what all forms share is settled first
 LEAST_OF_FORM, MOST_OF_FORM = 0.5, 2.0  # bounds of a form's factor: its files are never further off than that
 LEAST_OWN, MOST_OWN = 0.25, 2.0  # bounds of a sequence's factor: it may be much worse than others, and hardly better
-MOST_LEVELS = 0.98  # of a form's levels: no more are expected to be accepted, however good the last drafts were
 FULL_BATCH = 16  # sequences, from which on the memory is that of a batch
 
 
@@ -324,7 +322,7 @@ class Acceptance:
 
     def expected(self, form: Form, prior: float) -> float:
         """Tokens of one average sequence."""
-        return min(prior * self.overall * self._of_form(form), MOST_LEVELS * form.depth)
+        return min(prior * self.overall * self._of_form(form), form.depth)
 
     def _of_form(self, form: Form) -> float:
         own = self._forms.get(form)
@@ -343,7 +341,7 @@ class Acceptance:
         self.overall = min(max(self._counts.value(), LEAST_FACTOR), MOST_FACTOR)
         # a form that runs on and on tends to 1, and leaves the rest to what all share
         of_form = self._forms.setdefault(form, Factor(PRIOR_FORM / sqrt(batch)))
-        of_form.add(total / batch, prior * self.overall, FORM_MEMORY)
+        of_form.add(total / batch, prior * self.overall, MEMORY_ALONE)
         if batch == 1:
             return  # the common factor is its own
         counts, own = self._sequences, self._own

@@ -32,8 +32,7 @@ NEGLIGIBLE_SHARE = 0.02  # of a plain round: what look-ups for all may take with
 SAMPLING_SHARE = 0.002  # of a plain round: what samples may take while the gate is closed
 FIRST_CREDIT = 0.2  # of a plain round: what samples may take at once
 SAMPLED_SEQUENCES = 4  # searched again and again while it is closed: a first search reads the whole text
-LEAST_SAMPLES = 8  # offers of single sequences before they tell anything
-KEPT_SAMPLES = 32  # offers: the last ones show what is found now
+SAMPLES = 16  # offers of single sequences, the last ones: so many show what is found now
 ROUNDS_BETWEEN_DECISIONS = 16  # rounds while the gate is closed: weighing a batch takes the host long
 LEAST_ASKING = 1e-9  # seconds of a look-up that took no time, as 0 means that none was timed
 
@@ -55,7 +54,7 @@ class LookupGate:
     _drafting: dict[int, float] = field(default_factory=dict)  # the part "draft" of rounds without look-ups
     # beside the pass, of plain rounds that were read first
     _shown: dict[int, float] = field(default_factory=dict)
-    _sample: deque[Offer] = field(default_factory=lambda: deque(maxlen=KEPT_SAMPLES))
+    _sample: deque[Offer] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     _asking: float = 0.0  # seconds of one look-up where all sequences are searched; 0 = none was timed
     _sampling: float = 0.0  # the same of the sampled sequences
     _reading: float = 0.0  # the same of sequences that were never searched before
@@ -216,7 +215,7 @@ class LookupGate:
 
     def _should_open(self, size: GateState, ids: Sequence[int], plain: float) -> bool:
         """Would drafts for the whole batch give more, by what single sequences have offered of late?"""
-        if size.rounds < size.wait or size.rounds % ROUNDS_BETWEEN_DECISIONS or len(self._sample) < LEAST_SAMPLES:
+        if size.rounds < size.wait or size.rounds % ROUNDS_BETWEEN_DECISIONS or len(self._sample) < SAMPLES:
             return False
         if not self.overhead.is_known(PLAIN, len(ids)):
             return False

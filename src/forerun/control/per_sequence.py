@@ -53,7 +53,6 @@ WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
 MOST_CHAIN_NODES = 1024  # nodes of all chains of a round: the rows of the largest pass
 
 PRIOR_ACCEPTANCE = 0.7  # per position, before any draft was tested: high, so that a drafter gets its first trials
-MOST_ACCEPTANCE = 0.999  # of a position: what is never rejected would make chains of any length pay
 GAIN_MEMORY = 0.9  # per round, where the gain is known from the drafter's confidence: that varies less
 # rounds from a draft that did not pay to the next trial, twice as many each time
 FIRST_WAIT, LONGEST_WAIT = 2, 32
@@ -135,7 +134,7 @@ class History:
     @property
     def acceptance(self) -> float:
         """Of positions that were tested, whatever their depth."""
-        return min(self.hits / self.tries, MOST_ACCEPTANCE)
+        return self.hits / self.tries
 
     def survivals(self, most: int, least: float = 0.0) -> list[float]:
         """The acceptance probability at depth 1, 2, ...: the rates of each depth, with the overall one as prior.
