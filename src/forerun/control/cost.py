@@ -473,6 +473,7 @@ GAPS_KEPT = 7  # gaps whose median counts: three slow rounds do not move it far
 STALE_ROUNDS = 128  # rounds that were not read first for the gap, after which the oldest is forgotten
 FIRST_PLAIN = 3  # plain rounds at the start that may be slow by chance: the quickest of them counts
 PRESUMED_GAP = 5e-4  # seconds of the host that show in a round that drafts or is read first, before any were seen
+MOST_TIMES_BESIDE = 3.0  # as MOST_TIMES, of what a round takes beside its pass: that varies more
 MOST_PRESUMED = 0.25  # of a round: the most that is presumed of a gap
 
 
@@ -525,7 +526,7 @@ class RoundOverhead:
     ) -> None:
         """Learn from a round, of which `drafting` is what its draft is said to take.
 
-        A pause of the machine counts little: at most for three times what was expected.
+        A pause of the machine counts little: MOST_TIMES_BESIDE at most.
         """
         key = form, batch.bit_length()
         if followed and key not in self._follow:
@@ -541,7 +542,7 @@ class RoundOverhead:
         if form.kind == "plain" and not followed and 1 < rounds <= FIRST_PLAIN:
             seconds = min(seconds, known)
         elif known and isfinite(known):  # a menu may say that a form is not ready
-            seconds = known + (min(seconds, 3.0 * known) - known) * max(NEWEST_SECONDS, 1.0 / rounds)
+            seconds = known + (min(seconds, MOST_TIMES_BESIDE * known) - known) * max(NEWEST_SECONDS, 1.0 / rounds)
         self._seconds[key] = seconds
         if followed and form.nodes and isfinite(drafting):
             self._beside[batch.bit_length()] = max(0.0, seconds - drafting)
