@@ -8,8 +8,7 @@ import pytest
 
 from forerun.control import cost
 from forerun.control.cost import GAPS_KEPT, STALE_ROUNDS, RoundOverhead
-from forerun.control.overlap import lookup_allowance
-from forerun.control.prices import Allowance
+from forerun.control.prices import LOOKUPS, Allowance
 from forerun.core.types import PLAIN
 from tests.control.lookup_texts import RECORDED
 from tests.control.simulate.follow import FollowHistory, FollowSimulation
@@ -97,7 +96,7 @@ def test_gaps_that_nobody_risks_any_more_are_forgotten() -> None:
 
 
 def test_doubtful_drafts_leave_room_for_sure_ones() -> None:
-    allowance = lookup_allowance()
+    allowance = Allowance(**LOOKUPS)
     doubtful, sure, worst = 0.2, 5.0, 0.45
     while allowance.covers_stake(worst, doubtful):
         allowance.book(worst)

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from forerun.control import prices
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.control.overlap import Overlap, lookup_allowance
+from forerun.control.overlap import Overlap
 from forerun.control.prices import Allowance
 from forerun.core.types import PlainSeq, Round, RoundPlan
 from forerun.drafters.base import LookupDrafter, NoDrafter
@@ -99,7 +100,7 @@ def lost_in_vain(allowance: Allowance) -> float:
 
 def test_plain_rounds_save_nothing_up_that_could_be_lost_at_once() -> None:
     """1.5% of 200 rounds, whatever came before; what was gained may be lost again."""
-    fresh, rested, resting, gained = lookup_allowance(), lookup_allowance(), lookup_allowance(), lookup_allowance()
+    fresh, rested, resting, gained = [Allowance(**prices.LOOKUPS) for _ in range(4)]
     for _ in range(400):
         rested.book(0.0)
     resting.rest(400)

@@ -1,17 +1,40 @@
-"""What users are promised and the controller keeps, through the real engine on a simulated GPU.
+"""What users are promised: no request of 32 tokens or more below 0.92x plain decoding, no 20 together below 0.985x.
 
-Look-ups: no request of 32 tokens or more is slower than 0.92x plain decoding, and no 20 together slower than 0.985x.
-With a head single requests fall to 0.87x (scenarios.json), so that this is not asked of it here.
+Through the real engine on a simulated GPU, look-ups keep it whole. What all drafters came to is in scenarios.json: any
+20 requests keep it there too, and single requests do but in the scenarios that are named here.
 """
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from forerun.control.adaptive import AdaptiveController
-from tests.control.scenarios import BOTH, HEAD, MIXED, NGRAM, NONE, SMALL, SUFFIX, Texts, outcome, write
+from tests.control.scenarios import BOTH, FILE, HEAD, MIXED, NGRAM, NONE, SMALL, SUFFIX, Texts, outcome, write
 
 REQUEST, WINDOW = 0.92, 0.985
+OUTCOMES = json.loads(FILE.read_text(encoding="utf-8"))
+SHORT = {"CPU texts, short"}  # of 2 to 24 tokens: nothing is promised of them
+# a request of 64 to 96 tokens was slower than REQUEST there: the first trials of a text that gains nothing take it
+MISSED = {
+    "head alone, 1.5B",
+    "hybrid, hard texts",
+    "hybrid in turn with n-gram and suffix",
+    "CPU draft model",  # whole texts are not known there: 60 rounds of one kind of text
+}
+
+
+def test_the_only_recorded_requests_below_the_promise_are_the_known_ones() -> None:
+    """Whoever mends one takes it off the list, so that it is not lost again."""
+    below = {name for name, found in OUTCOMES.items() if found.get("worst", 1.0) < REQUEST}
+    assert below - SHORT == MISSED
+
+
+def test_no_twenty_recorded_requests_together_are_below_the_promise() -> None:
+    asked = {name: found["worst_20"] for name, found in OUTCOMES.items() if "worst_20" in found}
+    assert len(asked) >= 14, "every scenario of one request at a time on a GPU"
+    assert {name for name, speed in asked.items() if speed < WINDOW} == set()
 
 
 @pytest.mark.slow(keep=1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from forerun.control.adaptive import AdaptiveController
-from forerun.control.cost import CostModel
-from forerun.control.prices import IN_A_ROW, PRESUMED_SECONDS, RoundSeconds
+from forerun.control.cost import PRESUMED_GAP, CostModel
+from forerun.control.prices import IN_A_ROW, RoundSeconds
 from forerun.core.types import FREE, Budget, Offer, Round, Seq
 from forerun.testing import FakeSeq
 
@@ -24,7 +24,7 @@ def plain_rounds(rounds: RoundSeconds, count: int, host: float = 1e-4) -> None:
 
 def test_a_draft_costs_what_its_rounds_take_longer() -> None:
     rounds = RoundSeconds()
-    assert rounds.more == PRESUMED_SECONDS
+    assert rounds.more == PRESUMED_GAP
     plain_rounds(rounds, IN_A_ROW)
     assert rounds.plain == pytest.approx(4.1e-3)
     for _ in range(80):
@@ -37,7 +37,7 @@ def test_until_plain_rounds_were_seen_the_pass_tells_the_cost() -> None:
     rounds = RoundSeconds()
     plain_rounds(rounds, IN_A_ROW - 1)
     assert rounds.note(parts(4.4e-3, 9e-4), 4.4e-3, nodes=3, cost=0.1) == 0.1
-    assert rounds.more == PRESUMED_SECONDS
+    assert rounds.more == PRESUMED_GAP
 
 
 def test_plain_rounds_count_in_rows_that_no_draft_has_cut() -> None:
@@ -60,14 +60,14 @@ def test_a_round_of_a_drafter_that_must_run_pays_for_the_host_too() -> None:
     plain_rounds(rounds, IN_A_ROW)
     assert rounds.note_asked(asked) == pytest.approx(4e-4 / 4.1e-3), "neither the pass nor the draft"
     assert rounds.note_asked(asked | {"host": 5.0}) < 0.3, "a pause of the machine"
-    assert rounds.more == PRESUMED_SECONDS, "look-ups are priced by themselves"
+    assert rounds.more == PRESUMED_GAP, "look-ups are priced by themselves"
 
 
 def test_a_pause_of_the_machine_counts_little() -> None:
     rounds = RoundSeconds()
     plain_rounds(rounds, IN_A_ROW)
     assert rounds.note(parts(4.4e-3, 5.0), 4.4e-3, nodes=3, cost=0.1) < 2.0
-    assert rounds.more < 2 * (PRESUMED_SECONDS + 1e-4)
+    assert rounds.more < 2 * (PRESUMED_GAP + 1e-4)
     plain_rounds(rounds, IN_A_ROW, host=5.0)
     assert rounds.plain < 1.2 * 4.1e-3
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from forerun.control.base import ControlParts, WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.forms import NO_FORMS, FormChooser, Promise
-from forerun.control.lookups import MOST_WITH_TREES, LookupGate, chain_budget, plan_lookups, search_ahead
-from forerun.control.overlap import MOST_READ_FIRST, Overlap, ends, lookup_allowance, lookup_promise, within
+from forerun.control.lookups import FEW, LookupGate, chain_budget, plan_lookups, search_ahead
+from forerun.control.overlap import Overlap, ends, lookup_promise, within
 from forerun.control.per_sequence import NOTHING, SequencePlanner
-from forerun.control.prices import Allowance
+from forerun.control.prices import LOOKUPS, Allowance
 from forerun.core.types import FREE, NEVER, PLAIN, Budget, Menu, Offer, Round, RoundPlan, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # nodes and children where no limit was set: room for the largest form of a head
@@ -148,7 +148,7 @@ class AdaptiveController:
         self.planner.take_chains(seqs, offers)
         if decision.promise.form.kind != "lookup":
             return [NOTHING] * batch
-        if batch <= MOST_WITH_TREES:
+        if batch <= FEW:
             return self.planner.plan(seqs, offers, batch)
         return [chain_budget(depth) for depth in self.planner.free_chains(offers, batch)[0]]
 
@@ -197,7 +197,7 @@ class AdaptiveController:
 
     def _reads_first(self, chooser: FormChooser, promise: Promise, seqs: Sequence[Seq]) -> bool:
         """Is a look-up of one of these few sequences worth reading the round under way first?"""
-        return len(seqs) <= MOST_READ_FIRST and self.overlap.waits(chooser, promise, self._offers(seqs))
+        return len(seqs) <= FEW and self.overlap.waits(chooser, promise, self._offers(seqs))
 
     def _offers(self, seqs: Sequence[Seq]) -> list[Offer]:
         return [within(self.planner.offer(seq), seq) for seq in seqs]
@@ -262,7 +262,7 @@ class AdaptiveController:
     def _switch(self, seqs: Sequence[Seq]) -> RoundPlan | None:
         """A round of another form behind the one under way; of few sequences that is read first, for look-ups."""
         self._next = None
-        if len(seqs) <= MOST_READ_FIRST or len(self._planned.decisions) != 1:
+        if len(seqs) <= FEW or len(self._planned.decisions) != 1:
             return None
         (last,), ids = self._planned.decisions, tuple([seq.id for seq in seqs])
         chooser = last.chooser
@@ -336,7 +336,7 @@ class AdaptiveController:
     def _chooser(self, menu: Menu) -> FormChooser:
         chooser = self._choosers.get(id(menu))
         if chooser is None:
-            allowance = lookup_allowance() if menu is NO_FORMS else self.allowance
+            allowance = Allowance(**LOOKUPS) if menu is NO_FORMS else self.allowance
             most = self.planner.nodes, self.planner.width
             chooser = self._choosers[id(menu)] = FormChooser(menu, self.cost, allowance, *most)
         return chooser

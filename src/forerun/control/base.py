@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -38,7 +39,7 @@ class WaitingPrompts:
     requests: int = 0  # that have a place in the batch
     rows: int = 0  # their tokens that are not cached
     taken: int = 0  # rows of prompts that the coming pass prefills at most
-    room: int = 1 << 30  # rows of a pass, trees included
+    room: int = sys.maxsize  # rows of a pass, trees included
 
 
 class Controller(Protocol):

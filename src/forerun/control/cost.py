@@ -43,7 +43,9 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # rows, for a benchmark
 QUICK = (1, 2, 4, 8, 16, 24, 32, 64)  # at load: what a controller needs, in about a second
 # a GPU: as its passes are
 WIDE = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
-NODES_OF_ONE = 32  # nodes of one sequence while measuring: wider passes are over several sequences
+# nodes of one sequence while measuring, where a pass is over several; and the widest pass that one makes alone
+NODES_OF_ONE, MOST_OF_ONE = 32, 64
+REPEATS, REPEATS_AT_LOAD = 3, 2  # times that every size is timed, the first not counted: noise only adds
 RUN_PASSES, RUN_ROWS = 3, 8  # passes of a run on a CPU, at least, and of how many rows at most; others come alone
 RUN_SECONDS, LONGEST_RUN = 0.05, 12  # a run goes on for so long: passes of a small model settle after ten
 METHOD = 4  # of measuring: curves kept by others are measured again
@@ -51,11 +53,16 @@ CONTEXT = 128  # tokens cached while measuring: of a short prompt, and quick to 
 LEAST_CONTEXT = 512  # tokens beyond these that are priced: fewer are in what rounds correct
 # tokens more, behind which passes are timed again, until they take so much longer; and how often, the first not counted
 LONGER, SHOWS, LONGER_REPEATS = (512, 2048, 8192), 1.0, 4
-NEWEST = 0.2  # weight of the last round in the mean of prompts' rows
+NEWEST = 0.2  # weight of the last round in a mean of rows or nodes: about the last five rounds
 # rounds: the corrections of the first 32 count at once, while much is new; later those of 4 rounds together
 FIRST_ROUNDS, ROUNDS_TOGETHER = 32, 4
-PRIOR_ROUNDS = 3.0  # rounds that a less specific ratio counts for: soon outweighed
+PRIOR = 3.0  # rounds, or tokens, that what is believed beforehand counts for: a few drafts outweigh it
 MEMORY_ROUNDS = 30.0  # rounds that a ratio remembers: a machine that slows down is noticed within a text
+MEMORY = 0.95  # per round, of what is accepted of a text: that changes within tens of tokens
+MOST_TIMES = 2.0  # times what was expected: a round that took longer (a pause of the machine) counts for no more
+LEAST_SHARE = 1e-3  # of a pass: no estimate is less, wherever a line through two sizes falls
+CONTEXT_DIGITS = 3  # binary ones of a context: prices are kept until one of them changes
+GROUP_TOKENS = 1024  # of context: passes up to that, and each time twice as much, are corrected apart
 
 
 Group = tuple[int, int]
@@ -74,7 +81,7 @@ class Ratio:
 
     def after(self, prior: float) -> float:
         """The average, with a prior that counts for a few rounds."""
-        return (prior * PRIOR_ROUNDS + self.mean * self.seen) / (PRIOR_ROUNDS + self.seen)
+        return (prior * PRIOR + self.mean * self.seen) / (PRIOR + self.seen)
 
 
 @dataclass(slots=True)
@@ -149,10 +156,10 @@ class CostModel:
         priced on top of recent prompt rows. What prompts take themselves is left out, because prompts must be read
         in any case: a token that is written sooner does not save their time, but that of a pass without them.
         """
-        if self.beside < 0.5:
+        if not round(self.beside):
             return self.whole_seconds(rows, batch)
         found = self.whole_seconds(rows + round(self.beside), batch)
-        return max(found - self._prompts_seconds(batch), 1e-3 * found)
+        return max(found - self._prompts_seconds(batch), LEAST_SHARE * found)
 
     def _prompts_seconds(self, batch: int) -> float:
         """What prompts add to a plain pass of such a batch."""
@@ -172,7 +179,7 @@ class CostModel:
         if share == 0.0:
             return below
         above = known[high]
-        return max(below * (1 - share) + above * share, 1e-3 * above)
+        return max(below * (1 - share) + above * share, LEAST_SHARE * above)
 
     def _curve(self, batch: int) -> list[float]:
         """Corrected seconds of the measured sizes."""
@@ -188,7 +195,7 @@ class CostModel:
         return self.seconds[size] + self.context * (of_sequence * batch + of_row * size)
 
     def _group(self, batch: int) -> Group:
-        return (batch - 1).bit_length(), (self.context >> 10).bit_length()
+        return (batch - 1).bit_length(), (self.context // GROUP_TOKENS).bit_length()
 
     def passes_seconds(self, rows: int, count: int, batch: int) -> list[float]:
         """The same for `count` numbers of rows from `rows` on, in one go."""
@@ -198,7 +205,7 @@ class CostModel:
         if last > sizes[-1]:  # beyond what was measured the last line goes on
             sizes, known = (*sizes, last), [*known, self._alone(last, batch)]
         seconds = np.interp(np.arange(rows, last), sizes, known)
-        found: list[float] = np.maximum(seconds - prompts, 1e-3 * seconds).tolist()
+        found: list[float] = np.maximum(seconds - prompts, LEAST_SHARE * seconds).tolist()
         return found
 
     def note_prompts(self, rows: int) -> None:
@@ -208,10 +215,10 @@ class CostModel:
     def note_context(self, tokens: float) -> None:
         """The sequences of the coming round, or of the one that is observed, have so many tokens on average.
 
-        Rounded to three binary digits: prices are kept until that changes.
+        Rounded, so that prices are kept for a while.
         """
         beyond = int(tokens) - CONTEXT
-        cut = max(0, beyond.bit_length() - 3)
+        cut = max(0, beyond.bit_length() - CONTEXT_DIGITS)
         context = beyond >> cut << cut if beyond >= LEAST_CONTEXT else 0
         if context != self.context:
             self.context = context
@@ -221,9 +228,9 @@ class CostModel:
     def observe(self, rows: int, seconds: float, batch: int = 1) -> None:
         """Learn from what a round without prompts took; outliers (a pause of the machine) count little."""
         known, sizes, (low, high, share) = self.whole_seconds(rows, batch), self._sizes, self._between(rows)
-        seconds = min(max(seconds, 0.5 * known), 2.0 * known)
+        seconds = min(max(seconds, known / MOST_TIMES), MOST_TIMES * known)
         below, above = self._measured(sizes[low], batch), self._measured(sizes[high], batch)
-        measured = max((1 - share) * below + share * above, 1e-3 * above)
+        measured = max((1 - share) * below + share * above, LEAST_SHARE * above)
         if share == 0.0 or share > 1.0:
             weights = {sizes[high]: 1.0}
         else:
@@ -272,7 +279,7 @@ class CostModel:
         return tuple((seconds / seconds[0] - 1.0).tolist())
 
     @classmethod
-    def measure(cls, target: Target, sizes: Sequence[int] = SIZES, repeats: int = 3) -> CostModel:
+    def measure(cls, target: Target, sizes: Sequence[int] = SIZES, repeats: int = REPEATS) -> CostModel:
         """Time passes over chains of several sizes on scratch sequences; the best of a few, as noise only adds.
 
         On a CPU those over few rows come in runs of one size, as in a text, and the first of a run does not count:
@@ -282,14 +289,17 @@ class CostModel:
         text, experts = probe_text(target, max(sizes)), has_experts(target)
         in_runs = not target.can.captures
         probes = scratch_sequences(target, max(sizes), text)
-        sizes = [size for size in sizes if size <= NODES_OF_ONE * len(probes) or size <= 64]
+        sizes = [size for size in sizes if size <= NODES_OF_ONE * len(probes) or size <= MOST_OF_ONE]
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
         try:
             target.prefill(probes, Needs())
             for repeat in range((2 * repeats if experts else repeats) + 1):
                 for size in sizes:
                     at = repeat * size % len(text)
-                    some, rows = (probes[: max(1, size // NODES_OF_ONE if size > 64 else 1)], text[at:] + text[:at])
+                    some, rows = (
+                        probes[: max(1, size // NODES_OF_ONE if size > MOST_OF_ONE else 1)],
+                        text[at:] + text[:at],
+                    )
                     times = [time_pass(target, some, size, rows)]
                     while in_runs and size <= RUN_ROWS and goes_on(times):
                         times.append(time_pass(target, some, size, rows))
@@ -320,7 +330,7 @@ class CostModel:
                 return cls(kept, (of_sequence, of_row))
             file.unlink()  # not ours any more, or not what this machine can do: measure again
         progress.info("measuring what passes cost on this machine")  # seconds, of float32 more than of a GGUF file
-        model = cls.measure(target, sizes, repeats=2)
+        model = cls.measure(target, sizes, REPEATS_AT_LOAD)
         if file is not None:
             with suppress(OSError):  # a cache that cannot be written costs time, nothing else
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -336,10 +346,10 @@ def goes_on(times: Sequence[float]) -> bool:
 
 def scratch_sequences(target: Target, rows: int, text: Sequence[int]) -> list[PlainSeq]:
     """Sequences to time passes of up to `rows` rows on, as many as there is room for; no engine gives their ids."""
-    context = max(2, min(CONTEXT, target.max_length - min(rows, 64) - 1))
+    context = max(2, min(CONTEXT, target.max_length - min(rows, MOST_OF_ONE) - 1))
     while context > 2 and not target.has_room(context + 1):
         context //= 2  # a small KV cache: measure on a shorter sequence
-    wanted = rows // NODES_OF_ONE if rows > 64 else 1
+    wanted = rows // NODES_OF_ONE if rows > MOST_OF_ONE else 1
     while wanted > 1 and not target.has_room(*[context + 1] * wanted):
         wanted //= 2
     before = [text[i % len(text)] for i in range(context)]
@@ -466,7 +476,8 @@ NEWEST_SECONDS = 0.1  # weight of the newest round in a moving average of second
 GAPS_KEPT = 7  # gaps whose median counts: three slow rounds do not move it far
 STALE_ROUNDS = 128  # rounds that were not read first for the gap, after which the oldest is forgotten
 FIRST_PLAIN = 3  # plain rounds at the start that may be slow by chance: the quickest of them counts
-PRESUMED_GAP = 5e-4  # seconds, before any was seen
+PRESUMED_GAP = 5e-4  # seconds of the host that show in a round that drafts or is read first, before any were seen
+MOST_TIMES_BESIDE = 3.0  # as MOST_TIMES, of what a round takes beside its pass: that varies more
 MOST_PRESUMED = 0.25  # of a round: the most that is presumed of a gap
 
 
@@ -519,7 +530,7 @@ class RoundOverhead:
     ) -> None:
         """Learn from a round, of which `drafting` is what its draft is said to take.
 
-        A pause of the machine counts little: at most for three times what was expected.
+        A pause of the machine counts little: MOST_TIMES_BESIDE at most.
         """
         key = form, batch.bit_length()
         if followed and key not in self._follow:
@@ -535,7 +546,7 @@ class RoundOverhead:
         if form.kind == "plain" and not followed and 1 < rounds <= FIRST_PLAIN:
             seconds = min(seconds, known)
         elif known and isfinite(known):  # a menu may say that a form is not ready
-            seconds = known + (min(seconds, 3.0 * known) - known) * max(NEWEST_SECONDS, 1.0 / rounds)
+            seconds = known + (min(seconds, MOST_TIMES_BESIDE * known) - known) * max(NEWEST_SECONDS, 1.0 / rounds)
         self._seconds[key] = seconds
         if followed and form.nodes and isfinite(drafting):
             self._beside[batch.bit_length()] = max(0.0, seconds - drafting)

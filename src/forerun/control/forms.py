@@ -18,17 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, sqrt
 from typing import NamedTuple
 
 from forerun.control.base import WaitingPrompts
-from forerun.control.cost import CostModel, Factor, RoundOverhead, presumed_gap
-from forerun.control.prices import BEST_ACCEPTANCE, Allowance
+from forerun.control.cost import MEMORY, CostModel, Factor, RoundOverhead, presumed_gap
+from forerun.control.prices import BEST_ACCEPTANCE, BETTER, Allowance
 from forerun.core.types import PLAIN, Form, Menu
 
 # of a plain pass: where plain rounds took more than that beside it, the process had just started
 COLD_SHARE = 0.5
-BETTER = 1.03  # times the tokens per second of the last form, for another one
 ROUNDS_BETWEEN_TRIALS = 64  # rounds: more often, trials would cost what they find
 FOLLOWED_ROUND = 0.125  # of a round: what a drafted one that followed counts for, as a trial must be read first
 HOPED_TOKENS = 1.2  # times the tokens that are expected of a form, if all goes well
@@ -301,12 +300,14 @@ class _NoForms:
 
 
 NO_FORMS = _NoForms()
-# memory of the common factor, per round: of one sequence, and of 16, which show more
+# memory per round: of a form's factor and of the common one of one sequence; of that of a full batch, which shows more
 MEMORY_ALONE, MEMORY_IN_BATCH = 0.93, 0.7
-SEQUENCE_MEMORY = 0.95  # memory of a sequence's factor, per round
-FORM_MEMORY = 0.93  # memory of a form's factor, per round of that form
 LEAST_FACTOR, MOST_FACTOR = 0.02, 4.0  # bounds of the common factor, so that it can return from any text
 PRIOR_TOKENS = 2.0  # expected tokens: a prior counts for about one draft
+PRIOR_FORM = 12.0  # the same of a form, of one sequence: what all forms share is settled first
+LEAST_OF_FORM, MOST_OF_FORM = 0.5, 2.0  # bounds of a form's factor: its files are never further off than that
+LEAST_OWN, MOST_OWN = 0.25, 2.0  # bounds of a sequence's factor: it may be much worse than others, and hardly better
+FULL_BATCH = 16  # sequences, from which on the memory is that of a batch
 
 
 @dataclass(slots=True)
@@ -321,11 +322,11 @@ class Acceptance:
 
     def expected(self, form: Form, prior: float) -> float:
         """Tokens of one average sequence."""
-        return min(prior * self.overall * self._of_form(form), 0.98 * form.depth)
+        return min(prior * self.overall * self._of_form(form), form.depth)
 
     def _of_form(self, form: Form) -> float:
         own = self._forms.get(form)
-        return 1.0 if own is None else min(max(own.value(), 0.5), 2.0)
+        return 1.0 if own is None else min(max(own.value(), LEAST_OF_FORM), MOST_OF_FORM)
 
     def weight(self, ids: Sequence[int]) -> float:
         """How many average sequences these are together."""
@@ -335,20 +336,20 @@ class Acceptance:
     def observe(self, form: Form, prior: float, ids: Sequence[int], accepted: Sequence[int]) -> None:
         """A round of this form: tokens accepted of each sequence."""
         batch, total, each = len(ids), sum(accepted), self.expected(form, prior)
-        memory = max(MEMORY_IN_BATCH, MEMORY_ALONE - (batch - 1) * (MEMORY_ALONE - MEMORY_IN_BATCH) / 15)
+        memory = max(MEMORY_IN_BATCH, MEMORY_ALONE - (batch - 1) * (MEMORY_ALONE - MEMORY_IN_BATCH) / (FULL_BATCH - 1))
         self._counts.add(total, prior * self._of_form(form) * batch, memory)
         self.overall = min(max(self._counts.value(), LEAST_FACTOR), MOST_FACTOR)
-        # what all forms share is settled first; a form that runs on and on tends to 1, and leaves the rest to that
-        of_form = self._forms.setdefault(form, Factor(6.0 * PRIOR_TOKENS / batch**0.5))
-        of_form.add(total / batch, prior * self.overall, FORM_MEMORY)
+        # a form that runs on and on tends to 1, and leaves the rest to what all share
+        of_form = self._forms.setdefault(form, Factor(PRIOR_FORM / sqrt(batch)))
+        of_form.add(total / batch, prior * self.overall, MEMORY_ALONE)
         if batch == 1:
             return  # the common factor is its own
         counts, own = self._sequences, self._own
         for seq_id, tokens in zip(ids, accepted, strict=True):  # plain numbers: once per sequence and round
             seen, hoped = counts.get(seq_id, (PRIOR_TOKENS, PRIOR_TOKENS))
-            seen, hoped = seen * SEQUENCE_MEMORY + tokens, hoped * SEQUENCE_MEMORY + each
+            seen, hoped = seen * MEMORY + tokens, hoped * MEMORY + each
             counts[seq_id] = seen, hoped
-            own[seq_id] = min(max((seen + PRIOR_TOKENS) / (hoped + PRIOR_TOKENS), 0.25), 2.0)
+            own[seq_id] = min(max((seen + PRIOR_TOKENS) / (hoped + PRIOR_TOKENS), LEAST_OWN), MOST_OWN)
 
     def forget(self, seq_id: int) -> None:
         self._sequences.pop(seq_id, None)

@@ -15,26 +15,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 from forerun.control.cost import CostModel, RoundOverhead
 from forerun.control.per_sequence import NOTHING, SequencePlanner
-from forerun.control.prices import Allowance
+from forerun.control.prices import BETTER, SEARCHES, Allowance, moved
 from forerun.core.types import LOOKUP, PLAIN, SEARCHED, Budget, Form, Offer, Round, Seq
 
 SEARCH_SECONDS = 25e-6  # seconds of one look-up before any was timed
 DRAFTED_SECONDS = 5e-5  # seconds of the host for each sequence of a round that drafts, before any was timed
 ALWAYS_SEARCHED = 8  # sequences: look-ups for 8 lose nothing, whatever they find
-MOST_WITH_TREES = 2  # sequences for which look-ups make trees; for more, chains, which are quicker to share out
+# sequences for whose look-ups the round under way is read first, and that make trees; for more, chains, which are
+# quicker to share out
+FEW = 2
 NEGLIGIBLE_SHARE = 0.02  # of a plain round: what look-ups for all may take without being weighed
 SAMPLING_SHARE = 0.002  # of a plain round: what samples may take while the gate is closed
 FIRST_CREDIT = 0.2  # of a plain round: what samples may take at once
-BETTER = 1.03  # times what plain decoding gives, for the gate to open
 SAMPLED_SEQUENCES = 4  # searched again and again while it is closed: a first search reads the whole text
-LEAST_SAMPLES = 8  # offers of single sequences before they tell anything
-KEPT_SAMPLES = 32  # offers: the last ones show what is found now
+SAMPLES = 16  # offers of single sequences, the last ones: so many show what is found now
 ROUNDS_BETWEEN_DECISIONS = 16  # rounds while the gate is closed: weighing a batch takes the host long
-NEWEST = 0.05  # weight of the last round in averages of seconds
+LEAST_ASKING = 1e-9  # seconds of a look-up that took no time, as 0 means that none was timed
 
 NODES = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16, 8)  # nodes of a round at most, largest first
 
@@ -49,12 +49,12 @@ class LookupGate:
     cost: CostModel
     chains: Chains
     overhead: RoundOverhead = field(default_factory=RoundOverhead)
-    allowance: Allowance = field(default_factory=lambda: Allowance(most=1.0, earned=0.003, floor=1.0))
+    allowance: Allowance = field(default_factory=lambda: Allowance(**SEARCHES))
     _sizes: dict[int, GateState] = field(default_factory=dict)
     _drafting: dict[int, float] = field(default_factory=dict)  # the part "draft" of rounds without look-ups
     # beside the pass, of plain rounds that were read first
     _shown: dict[int, float] = field(default_factory=dict)
-    _sample: deque[Offer] = field(default_factory=lambda: deque(maxlen=KEPT_SAMPLES))
+    _sample: deque[Offer] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     _asking: float = 0.0  # seconds of one look-up where all sequences are searched; 0 = none was timed
     _sampling: float = 0.0  # the same of the sampled sequences
     _reading: float = 0.0  # the same of sequences that were never searched before
@@ -122,7 +122,7 @@ class LookupGate:
         """Nodes that a round may draft, so that the allowance covers that all of them are rejected."""
         if batch <= ALWAYS_SEARCHED or self._is_cheap(batch, plain := self.plain_seconds(batch)):
             return NODES[0]
-        most = plain * (1.0 + 0.9 * max(0.0, self.allowance.level + self.allowance.floor))
+        most = plain * (1.0 + self.allowance.level + self.allowance.floor)
         overhead = self._overhead(LOOKUP, batch)
         fits = (n for n in NODES if self.cost.pass_seconds(batch + n, batch) + overhead <= most)
         return next(fits, 0)
@@ -130,7 +130,7 @@ class LookupGate:
     def pays(self, nodes: int, accepted: float, batch: int) -> bool:
         """Is a round that drafts `nodes` nodes worth more than a round without drafts, and covered?"""
         size = self._size(batch)
-        if batch <= MOST_WITH_TREES and (not size.has_tried or size.gain > -NEGLIGIBLE_SHARE):
+        if batch <= FEW and (not size.has_tried or size.gain > -NEGLIGIBLE_SHARE):
             return True  # trees accept more than is promised here, and rounds have not lost
         plain, looked = self.plain_seconds(batch), self._seconds(SEARCHED, batch, batch)
         drafted = self._seconds(LOOKUP, batch + nodes, batch)
@@ -144,7 +144,7 @@ class LookupGate:
         form = LOOKUP if nodes else SEARCHED if asked >= batch else PLAIN
         own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
         if form.kind == "plain" and not outcome.followed:
-            self._shown[batch.bit_length()] = _moved(self._shown.get(batch.bit_length(), 0.0), own)
+            self._shown[batch.bit_length()] = moved(self._shown.get(batch.bit_length(), 0.0), own)
         self.overhead.observe(form, batch, own, 0.0, outcome.followed)
         self._time_asking(seconds.get("draft", 0.0), asked, batch)
         if form.kind == "plain":
@@ -162,7 +162,7 @@ class LookupGate:
             return
         if size.has_tried and size.gain > 0.0:
             size.next_wait = FIRST_WAIT  # the next opening in vain counts as the first
-        elif size.has_tried or not self.allowance.covers(0.2 * self.allowance.floor):
+        elif size.has_tried or not self.allowance.covers(0.0):
             size.close()
             self._sample.clear()  # what was found before is known to have misled
 
@@ -202,21 +202,20 @@ class LookupGate:
     def _time_asking(self, seconds: float, asked: int, batch: int) -> None:
         group = batch.bit_length()
         if not asked:
-            known = self._drafting.get(group, seconds)
-            self._drafting[group] = known + NEWEST * (min(seconds, 3.0 * known) - known)
+            self._drafting[group] = moved(self._drafting.get(group, 0.0), seconds)
             return
-        each = max(1e-9, (seconds - self._drafting.get(group, 0.0)) / asked)
+        each = max(LEAST_ASKING, (seconds - self._drafting.get(group, 0.0)) / asked)
         if asked >= batch:
-            self._asking = _moved(self._asking, each)
+            self._asking = moved(self._asking, each)
             return
         if self._fresh:
-            self._reading = _moved(self._reading, each)
+            self._reading = moved(self._reading, each)
         else:
-            self._sampling = _moved(self._sampling, each)
+            self._sampling = moved(self._sampling, each)
 
     def _should_open(self, size: GateState, batch: int, plain: float) -> bool:
         """Would drafts for the whole batch give more, by what single sequences have offered of late?"""
-        if size.rounds < size.wait or size.rounds % ROUNDS_BETWEEN_DECISIONS or len(self._sample) < LEAST_SAMPLES:
+        if size.rounds < size.wait or size.rounds % ROUNDS_BETWEEN_DECISIONS or len(self._sample) < SAMPLES:
             return False
         if not self.overhead.is_known(PLAIN, batch):
             return False
@@ -231,15 +230,8 @@ class LookupGate:
         return nodes > 0 and (batch + accepted) * plain > BETTER * batch * seconds
 
 
-def _moved(mean: float, value: float) -> float:
-    """A moving average, which a pause of the machine moves little; 0 = nothing was seen."""
-    weight = NEWEST if value > mean else 4.0 * NEWEST  # the first are often slow
-    return mean + weight * (min(value, 4.0 * mean) - mean) if mean else value
-
-
 FIRST_WAIT, LONGEST_WAIT = (64, 512)  # rounds that it stays closed behind an opening in vain, twice as many each time
 LEAST_OPEN_ROUNDS = 48  # rounds before it may close again: the gain of fewer is chance
-NEWEST_GAIN = 0.02  # weight of the last round in the average gain
 
 
 @dataclass(slots=True)
@@ -263,14 +255,14 @@ class GateState:
     def note(self, gain: float) -> None:
         """An open round gained the time of `gain` plain rounds."""
         self.rounds += 1
-        self.gain += max(NEWEST_GAIN, 1.0 / self.rounds) * (gain - self.gain)
+        self.gain += max(1.0 / LEAST_OPEN_ROUNDS, 1.0 / self.rounds) * (gain - self.gain)
 
     def close(self) -> None:
         self.is_open, self.rounds, self.wait = False, 0, self.next_wait
         self.next_wait = min(2 * self.next_wait, LONGEST_WAIT)
 
 
-@lru_cache(maxsize=64)
+@cache
 def chain_budget(depth: int) -> Budget:
     """The budget of a chain of `depth` tokens that was found."""
     return Budget(depth, depth, source="free") if depth else NOTHING
@@ -288,7 +280,7 @@ def plan_lookups(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]
     depths, accepted = planner.free_chains(offers, batch, gate.most_nodes(batch))
     if not gate.pays(sum(depths), accepted, batch):
         return [NOTHING] * batch, batch
-    if batch <= MOST_WITH_TREES:
+    if batch <= FEW:
         return planner.plan(seqs, offers, batch), batch
     return [chain_budget(depth) for depth in depths], batch
 

@@ -18,13 +18,13 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from forerun.control.cost import Factor, presumed_gap
+from forerun.control.cost import MEMORY, Factor, presumed_gap
 from forerun.control.forms import FormChooser, Promise
-from forerun.control.prices import Allowance
+from forerun.control.lookups import FEW
+from forerun.control.prices import BESIDE_HEAD, PRIOR_CHAIN, Allowance
 from forerun.core.types import LOOKUP, PLAIN, Form, Offer, Seq
 
-MOST_READ_FIRST = 2  # sequences: for the look-ups of more, no round is read first
-MEMORY = 0.95  # per round, of what the head's trees accept where look-ups promise more
+HALVINGS = 12  # of the rates between 0 and 1 while one is searched: to 1/4096
 LEAST_PROMISED = 0.15  # tokens of a sequence behind the round under way, for its matches to be weighed at all
 LEAST_GAIN_ON_HEAD = 1.0  # tokens that reading a round first must gain on a head; on plain rounds any gain will do
 BETTER_THAN_HEAD = 1.3  # times the head's tokens per second, for look-ups in its place: matches are overrated
@@ -45,9 +45,9 @@ class Overlap:
 
     def __init__(self, chains: Chains) -> None:
         self.chains = chains
-        self.allowance = Allowance(most=2.0, earned=0.01, floor=2.0, level=2.0)  # in rounds of the head alone
+        self.allowance = Allowance(**BESIDE_HEAD)  # in rounds of the head alone
         # what a head's trees accept where look-ups promise more, by what was expected
-        self._copied = Factor(4.0)
+        self._copied = Factor(PRIOR_CHAIN)
         self._promised = 0.0  # tokens by the look-ups of the round under way
 
     def note(self, offers: Sequence[Offer]) -> None:
@@ -119,14 +119,9 @@ class Overlap:
             return
         self.allowance.book(0.0)
         expected = head.tokens - batch
-        if batch <= MOST_READ_FIRST and self._promised > expected > 0.0:
+        if batch <= FEW and self._promised > expected > 0.0:
             self._copied.add(accepted, expected, MEMORY)
         self._promised = 0.0
-
-
-def lookup_allowance() -> Allowance:
-    """Of look-ups where nothing else drafts: what they have gained they may lose again, up to three rounds of it."""
-    return Allowance(most=3.0, earned=0.006, floor=1.0, level=0.8, earned_up_to=0.8)
 
 
 def lookup_promise(chooser: FormChooser, head: Promise, nodes: int, batch: int, accepted: float) -> Promise:
@@ -170,7 +165,7 @@ def ends(chooser: FormChooser, head: Promise, seqs: Sequence[Seq]) -> bool:
 def level_rate(accepted: float, depth: int) -> float:
     """The acceptance rate per level of a tree of `depth` levels, of which `accepted` tokens are accepted on average."""
     low, high = 0.0, 1.0
-    for _ in range(12):
+    for _ in range(HALVINGS):
         middle = (low + high) / 2
         below = sum([middle**i for i in range(1, depth + 1)]) < accepted
         low, high = (middle, high) if below else (low, middle)

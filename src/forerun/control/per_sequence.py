@@ -24,10 +24,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, log
 
-from forerun.control.cost import CostModel, Factor
+from forerun.control.cost import MEMORY, NEWEST, PRIOR, CostModel, Factor
 from forerun.control.prices import (
+    CHAINS,
+    FREE_DRAFTS,
     IN_A_ROW,
+    PRIOR_CHAIN,
     REFRESH_ROUNDS,
+    STOPPING,
     Allowance,
     Levels,
     MeanNodes,
@@ -49,8 +53,6 @@ WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
 MOST_CHAIN_NODES = 1024  # nodes of all chains of a round: the rows of the largest pass
 
 PRIOR_ACCEPTANCE = 0.7  # per position, before any draft was tested: high, so that a drafter gets its first trials
-PRIOR_TRIES = 3.0  # positions or rounds that a prior counts for: a few drafts outweigh it
-MEMORY = 0.95  # per position tested, or per round: acceptance changes within tens of tokens
 GAIN_MEMORY = 0.9  # per round, where the gain is known from the drafter's confidence: that varies less
 # rounds from a draft that did not pay to the next trial, twice as many each time
 FIRST_WAIT, LONGEST_WAIT = 2, 32
@@ -63,13 +65,13 @@ LEAST_TRUST, MOST_TRUST = 0.3, 1.3  # how far a drafter's expectations are scale
 class History:
     """The history of one sequence, or of all sequences, with a drafter that costs."""
 
-    hits: float = PRIOR_ACCEPTANCE * PRIOR_TRIES
-    tries: float = PRIOR_TRIES
+    hits: float = PRIOR_ACCEPTANCE * PRIOR
+    tries: float = PRIOR
     by_depth: list[list[float]] = field(default_factory=list)  # [hits, tries] of depth 1, 2, ...
-    gain: float = PRIOR_GAIN * PRIOR_TRIES  # tokens beyond what the round's time was worth
-    rounds: float = PRIOR_TRIES
-    expected: float = PRIOR_TRIES  # tokens that the drafter expected to be accepted; next: tokens that were
-    accepted: float = PRIOR_TRIES
+    gain: float = PRIOR_GAIN * PRIOR  # tokens beyond what the round's time was worth
+    rounds: float = PRIOR
+    expected: float = PRIOR  # tokens that the drafter expected to be accepted; next: tokens that were
+    accepted: float = PRIOR
     nodes: float = 0.0  # drafted per level
     wait: int = FIRST_WAIT  # rounds without a draft before a trial
     idle: int = 0  # such rounds so far
@@ -77,16 +79,16 @@ class History:
     @classmethod
     def after(cls, earlier: History) -> History:
         """The history of a new sequence: starts from that of the others, and soon outweighs it."""
-        share, asked = PRIOR_TRIES / earlier.tries, PRIOR_TRIES / earlier.rounds
+        share, asked = PRIOR / earlier.tries, PRIOR / earlier.rounds
         by_depth = [[hits * share, tries * share] for hits, tries in earlier.by_depth]
-        trusted = PRIOR_TRIES * earlier.trust
+        trusted = PRIOR * earlier.trust
         return cls(
             earlier.hits * share,
-            PRIOR_TRIES,
+            PRIOR,
             by_depth,
             earlier.gain * asked,
-            PRIOR_TRIES,
-            PRIOR_TRIES,
+            PRIOR,
+            PRIOR,
             trusted,
             earlier.nodes,
             max(FIRST_WAIT, earlier.wait // 2),
@@ -104,7 +106,7 @@ class History:
             counts[0] = counts[0] * MEMORY + (level <= accepted)
             counts[1] = counts[1] * MEMORY + (level <= tried)
         if depth:
-            self.nodes += 0.2 * (max(nodes, depth) / depth - self.nodes)
+            self.nodes += NEWEST * (max(nodes, depth) / depth - self.nodes)
 
     def count_gain(self, gain: float, memory: float = MEMORY) -> None:
         """A round with this drafter gained `gain` tokens beyond what its time was worth."""
@@ -123,7 +125,7 @@ class History:
     @property
     def trust(self) -> float:
         """The factor that corrects the drafter's probabilities."""
-        return min(max((self.accepted + PRIOR_TRIES) / (self.expected + PRIOR_TRIES), LEAST_TRUST), MOST_TRUST)
+        return min(max((self.accepted + PRIOR) / (self.expected + PRIOR), LEAST_TRUST), MOST_TRUST)
 
     @property
     def mean_gain(self) -> float:
@@ -132,7 +134,7 @@ class History:
     @property
     def acceptance(self) -> float:
         """Of positions that were tested, whatever their depth."""
-        return min(self.hits / self.tries, 0.999)
+        return self.hits / self.tries
 
     def survivals(self, most: int, least: float = 0.0) -> list[float]:
         """The acceptance probability at depth 1, 2, ...: the rates of each depth, with the overall one as prior.
@@ -143,7 +145,7 @@ class History:
         found: list[float] = []  # `list[float]()` would make a type, twenty times slower, in every round
         for level in range(most):
             hits, tries = self.by_depth[level] if level < len(self.by_depth) else (0.0, 0.0)
-            survival *= (hits + PRIOR_TRIES * overall) / (tries + PRIOR_TRIES)
+            survival *= (hits + PRIOR * overall) / (tries + PRIOR)
             if survival < least:
                 break
             found.append(survival)
@@ -156,7 +158,7 @@ class SequencePlanner:
     def __init__(self, cost: CostModel, nodes: int, width: int, offer: Callable[[Seq], Offer]) -> None:
         self.cost, self.nodes, self.width = cost, nodes, width
         self.offer = offer  # of the sequence's own drafter
-        self.allowance = Allowance(most=4.0, earned=0.015, floor=4.0, level=2.0)
+        self.allowance = Allowance(**CHAINS)
         self.free, self.rounds = FreeDrafts(), RoundSeconds()
         self._records: dict[int, History] = {}
         self._earlier = defaultdict[int, EarlierTexts](EarlierTexts)  # by drafter: what a new sequence starts from
@@ -246,7 +248,7 @@ class SequencePlanner:
         for seq_id, rounds in self._idle.items():
             self._pace.add_plain(rounds)
             self.free.note_idle(rounds)
-            self._prices.note_idle(rounds)
+            self._prices.note_rounds(rounds)
             self._usual.rest(seq_id, rounds)
         for seq_id, rounds in self._rested.items():
             self._trials.note_rested(rounds)
@@ -289,9 +291,9 @@ class SequencePlanner:
         plain, taken = self.cost.pass_seconds(batch, batch), self.cost.pass_seconds(batch + nodes, batch)
         drafting = drafting_seconds(outcome, offers, self._asked) / plain
         if any(offer.chosen or offer.costs for offer in offers.values()):  # plain decoding shows nothing
-            self._pace.add(1.0 + sum([row[3] for row in rows]) / len(rows), taken / plain + drafting)
+            self._pace.add(1.0 + sum([accepted for _, _, _, accepted in rows]) / len(rows), taken / plain + drafting)
         self.free.note_round()
-        self._prices.note_round()
+        self._prices.note_rounds()
         each = max(0.0, taken - plain) / plain / max(1, nodes)  # passes of a node
         alone = batch == 1 and not outcome.followed and outcome.tells_times
         drafting += self.rounds.note_asked(outcome.seconds) if alone and self._asked else 0.0
@@ -430,9 +432,8 @@ class FreeDrafts:
     """Of all sequences together."""
 
     def __init__(self) -> None:
-        # gains of many drafts may be lost again before drafting ends: a few long ones in vain are no reason
-        self.allowance = Allowance(most=5.0, earned=0.01, floor=1.5, level=0.0)
-        self._kept = Factor(4.0)  # tokens accepted over tokens expected
+        self.allowance = Allowance(**FREE_DRAFTS)
+        self._kept = Factor(PRIOR_CHAIN)  # tokens accepted over tokens expected
 
     @property
     def trust(self) -> float:
@@ -473,6 +474,7 @@ class FreeDrafts:
         self._kept.add(accepted, expected, FREE_MEMORY)
 
 
+TRIAL_SHARE = 0.9  # of what such drafters may lose at once: the rest is for drafts that have been paying
 _RESTING = tuple(Budget(0, 0, source="free", repeats=rounds) for rounds in range(LONGEST_WAIT + 1))
 
 
@@ -481,8 +483,7 @@ class Trials:
 
     def __init__(self, others: Allowance) -> None:
         self.others = others
-        # a loss is noticed within a few rounds, and texts are often short: 40 tokens may lose little
-        self.stopping = Allowance(most=2.0, earned=0.015, floor=1.0, level=1.0)
+        self.stopping = Allowance(**STOPPING)
         # a sequence alone in its batch, the round up to which nothing pays for it, and whether its drafter stops
         self._off = (-1, 0, True)
 
@@ -523,10 +524,9 @@ class Trials:
 
     def _least(self, worst: float, stops: bool) -> float:
         """The allowance that covers it."""
-        return worst - 0.9 * self.stopping.floor if stops else worst
+        return worst - TRIAL_SHARE * self.stopping.floor if stops else worst
 
 
-CREDIT_EARNED = 0.004  # plain rounds by token of earlier texts: a start of 1.5 rounds in one of six texts of 64 tokens
 LEAST_GAIN = 0.1  # plain rounds by token still to come, that a drafter is hoped to gain
 LENGTH_MEMORY = 0.8  # by text, of their lengths
 
@@ -537,7 +537,7 @@ class EarlierTexts:
     def __init__(self) -> None:
         self.latest = History()
         # what may be lost on reading texts: what was gained with this drafter, all of its time counted
-        self.credit = Allowance(most=8.0, earned=CREDIT_EARNED, floor=0.0, level=3.0)
+        self.credit = Allowance()
         self._length = Factor(0.0)  # logarithms of tokens, of which few say how long a text will be
 
     def left(self, seq: Seq) -> float:

@@ -33,12 +33,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 
-from forerun.control.cost import NEWEST_SECONDS, CostModel
+from forerun.control.cost import MOST_TIMES, NEWEST, NEWEST_SECONDS, PRESUMED_GAP, CostModel
 from forerun.core.types import Budget, Offer, Round, at_depth
 
+BETTER = 1.03  # times the tokens per second of what runs: what takes its place must promise so much, as noise does less
 REFRESH_ROUNDS = 16  # rounds for which a list holds
-# of a round: what one without a draft counts for, as it shows what a plain pass takes and no more
-IDLE_ROUND = 0.25
+PACE_STEPS = 20  # of one token a pass: paces that differ by less share a list
+SHARES = 8  # of a batch: lists are made for nodes of others in steps of so many of a sequence's own
+KEPT = 256  # answers to what idle rounds ask: prices and costs change rarely
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +58,18 @@ class PriceLists:
     """Lists by batch size, pace and nodes of others, for trees of at most `nodes` nodes and `width` children."""
 
     def __init__(self, nodes: int, width: int) -> None:
-        self.nodes, self.width, self.rounds, self._age = nodes, width, 0, 0.0
+        self.nodes, self.width, self.rounds, self._made = nodes, width, 0, 0
         self._lists: dict[tuple[int, float, int, int], PriceList] = {}
 
-    def note_round(self) -> None:
-        self.rounds += 1
-        self._grow_older(1.0)
-
-    def note_idle(self, rounds: int) -> None:
-        """So many rounds without a draft."""
-        self.rounds += rounds
-        self._grow_older(IDLE_ROUND * rounds)
-
-    def _grow_older(self, rounds: float) -> None:
-        self._age += rounds
-        if self._age >= REFRESH_ROUNDS:
-            self._age = 0.0
+    def note_rounds(self, count: int = 1) -> None:
+        self.rounds += count
+        if self.rounds - self._made >= REFRESH_ROUNDS:
+            self._made = self.rounds
             self._lists.clear()
 
     def of(self, cost: CostModel, batch: int, rate: float, others: int) -> PriceList:
         """For one sequence of a batch whose others draft `others` nodes; `rate` is its pace."""
-        key = batch, round(rate * 20) / 20, others, cost.context
+        key = batch, round(rate * PACE_STEPS) / PACE_STEPS, others, cost.context
         if key not in self._lists:
             price = cost.price(self.nodes, batch - 1, key[1], others)
             depth, width = deepest(price), widest(price, self.width)
@@ -168,7 +161,7 @@ def share_options(
         Option(one.offer, one.levels, one.asks and depth > 0, one.idle or (one.asks and not depth), depth)
         for one, depth in zip(options, depths, strict=True)
     ]
-    step, drafted = max(1, batch // 8), beside + sum(nodes)
+    step, drafted = max(1, batch // SHARES), beside + sum(nodes)
     return shared, [(drafted - own) // step * step for own in nodes]
 
 
@@ -201,7 +194,7 @@ def share_chains(
     return depths, accepted
 
 
-@lru_cache(maxsize=256)  # prices and costs change rarely, and every idle round asks
+@lru_cache(maxsize=KEPT)
 def shortest_that_pays(price: tuple[float, ...], costs: tuple[float, ...], acceptance: float = BEST_ACCEPTANCE) -> int:
     """The shortest chain that beats a plain pass at this acceptance; 0 where none does."""
     gain, survival = price[0], 1.0
@@ -255,9 +248,6 @@ class Pace:
         return max(1.0, self.written / self.passes)
 
 
-NEWEST_DRAFT = 0.2  # weight of the last round in the mean nodes of a sequence
-
-
 class MeanNodes:
     """Averages by sequence."""
 
@@ -266,12 +256,12 @@ class MeanNodes:
 
     def note(self, seq_id: int, drafted: int) -> None:
         usual = self._usual.get(seq_id, 0.0)
-        self._usual[seq_id] = usual + NEWEST_DRAFT * (drafted - usual)
+        self._usual[seq_id] = usual + NEWEST * (drafted - usual)
 
     def rest(self, seq_id: int, rounds: int) -> None:
         """So many rounds in which it drafted nothing."""
         if seq_id in self._usual:
-            self._usual[seq_id] *= (1.0 - NEWEST_DRAFT) ** rounds
+            self._usual[seq_id] *= (1.0 - NEWEST) ** rounds
 
     def beside(self, seq_ids: Iterable[int], batch: int) -> int:
         """What the others of a batch usually draft, in steps, so that few price lists are made."""
@@ -285,19 +275,25 @@ class MeanNodes:
         self._usual.pop(seq_id, None)
 
 
-MOST_SAVED = 8.0  # plain rounds
+# plain rounds: what a text has at its start, how far below zero it may fall, what each round adds: a text of 64 tokens
+# loses 3.4 of them at most, a twentieth
+AT_START, FLOOR, EARNED = 0.8, 2.2, 0.006
+MOST_SAVED = 8.0  # plain rounds that texts have gained, and later ones may lose
 STAKE = 0.5  # what may be put at risk, of what is left: times the gain by the worst loss
+# per round, of what drafts that vary cost at most; and the most that this counts for, of the floor: so that dear ones
+# are tried again
+USUAL_MEMORY, MOST_USUAL = 0.9, 0.5
 
 
 @dataclass(slots=True)
 class Allowance:
     """What may still be lost, in plain rounds."""
 
-    most: float = 8.0
-    earned: float = 0.006  # by a round
-    floor: float = 2.2
-    level: float = 0.8
-    at_start: float = 0.8  # of a text that is written alone: what others gained beyond that is saved for later ones
+    most: float = MOST_SAVED
+    earned: float = EARNED  # by a round
+    floor: float = FLOOR
+    level: float = AT_START
+    at_start: float = AT_START  # of a text that is written alone: what others gained beyond is saved for later ones
     saved: float = 0.0
     earned_up_to: float = inf  # beyond that, gains alone fill it up
     usual: float = 0.0  # what drafts cost of late, whatever was accepted: the worst case where forms vary
@@ -320,17 +316,17 @@ class Allowance:
     def book_draft(self, cost: float, accepted: float) -> None:
         """A round of drafts that vary in size: what it cost, and what it gained."""
         if cost > 0.0:
-            self.usual = max(cost, 0.9 * self.usual)
+            self.usual = max(cost, USUAL_MEMORY * self.usual)
         self.book(cost - accepted)
 
     def rounds_until(self, worst: float, most: int) -> int:
         """Rounds without a draft, `most` of them at most, in which a trial is not covered for sure."""
-        return max(0, min(most, int((worst - self.level) / max(self.earned, 1e-9)) - 1))
+        return max(0, min(most, int((worst - self.level) / self.earned) - 1))
 
     @property
     def covers_usual(self) -> bool:
         """May drafts be made that cost as much as those of late?"""
-        return self.covers(min(self.usual, 0.5 * self.floor))
+        return self.covers(min(self.usual, MOST_USUAL * self.floor))
 
     def covers(self, worst: float) -> bool:
         """May a draft be made that has been paying?"""
@@ -350,10 +346,26 @@ class Allowance:
         return self.level >= min(worst, self.most) and self.covers(worst)
 
 
-PRESUMED_SECONDS = 3e-4  # seconds that a round with a draft takes longer beside its pass, before any was seen
+# What drafts may lose (`Allowance`), in plain rounds; the share is the bound over 200 rounds. Chains of fixed length,
+# whose trials are dear: 5.5%. With what menus have, a draft model kept 0.94 of its speed (eight seeds), and with
+# STOPPING Medusa 0.96
+CHAINS = {"most": 4.0, "earned": 0.015, "floor": 4.0, "level": 2.0}
+# drafters that stop where they are not confident: 3%. A loss is noticed within a few rounds, and 40 tokens lose little
+STOPPING = {"most": 2.0, "earned": 0.015, "floor": 1.0, "level": 1.0}
+# what costs nothing but its places: 4.25%, and nothing beforehand. Gains of many may be lost again before drafting
+# ends: with STOPPING an n-gram and a draft model kept 0.96 of their speed
+FREE_DRAFTS = {"most": 5.0, "earned": 0.01, "floor": 1.5, "level": 0.0}
+# look-ups where nothing else drafts: 1.5%, and up to three rounds of what they have gained
+LOOKUPS = {"most": 3.0, "earned": EARNED, "floor": 1.0, "level": AT_START, "earned_up_to": AT_START}
+# look-ups in place of a head, in rounds of the head alone: 3%
+BESIDE_HEAD = {"most": 2.0, "earned": 0.01, "floor": 2.0, "level": 2.0}
+# look-ups for many sequences, which mostly find nothing: 1.3%
+SEARCHES = {"most": 1.0, "earned": 0.003, "floor": 1.0}
+PRIOR_CHAIN = 4.0  # expected tokens that what look-ups claim counts for: about one chain
+
+
 # plain rounds that are timed together: as many as run in one native call, of which the first is slow
 IN_A_ROW = 4
-MOST_TIMES = 2.0  # times what was expected: a pause of the machine counts for no more
 
 
 class RoundSeconds:
@@ -371,8 +383,8 @@ class RoundSeconds:
     def more(self) -> float:
         """Seconds that a round takes longer, beside its pass, if it drafts."""
         if not self.plain:
-            return PRESUMED_SECONDS
-        return max(0.0, self._drafted - self._beside) if self._drafted else PRESUMED_SECONDS
+            return PRESUMED_GAP
+        return max(0.0, self._drafted - self._beside) if self._drafted else PRESUMED_GAP
 
     def note_plain(self, seconds: Mapping[str, float]) -> None:
         total = sum(seconds.values())
@@ -380,8 +392,8 @@ class RoundSeconds:
         self._row_beside += total - seconds["pass"]
         self._rounds += 1
         if self._rounds == IN_A_ROW:
-            self.plain = _moved(self.plain, self._row / IN_A_ROW)
-            self._beside = _moved(self._beside, self._row_beside / IN_A_ROW)
+            self.plain = moved(self.plain, self._row / IN_A_ROW)
+            self._beside = moved(self._beside, self._row_beside / IN_A_ROW)
             self._end_row()
 
     def note(self, seconds: Mapping[str, float], expected: float, nodes: int, cost: float) -> float:
@@ -395,7 +407,7 @@ class RoundSeconds:
             return cost
         self._end_row()
         total = sum(seconds.values())
-        self._drafted = _moved(self._drafted or self._beside + PRESUMED_SECONDS, total - seconds["pass"])
+        self._drafted = moved(self._drafted or self._beside + PRESUMED_GAP, total - seconds["pass"])
         if not self.plain:
             return cost
         return min(total, MOST_TIMES * (expected + self._drafted)) / self.plain - 1.0
@@ -404,7 +416,7 @@ class RoundSeconds:
         """A round of a drafter that had to run: what the host took longer, in plain rounds, beside the draft itself."""
         self._end_row()
         host = sum(seconds.values()) - seconds["pass"] - seconds.get("draft", 0.0)
-        self._asked = _moved(self._asked, host)
+        self._asked = moved(self._asked, host)
         return max(0.0, min(host, MOST_TIMES * self._asked) - self._beside) / self.plain if self.plain else 0.0
 
     def _end_row(self) -> None:
@@ -423,6 +435,6 @@ def drafting_seconds(outcome: Round, offers: Mapping[int, Offer], asked: Mapping
     return min(outcome.seconds.get("draft", most / 2), most)
 
 
-def _moved(mean: float, value: float) -> float:
+def moved(mean: float, value: float) -> float:
     """A moving average, which a pause of the machine moves little; 0 = nothing was seen."""
     return mean + NEWEST_SECONDS * (min(value, MOST_TIMES * mean) - mean) if mean else value
