@@ -34,7 +34,7 @@ def test_decisions_are_the_recorded_ones(case: str) -> None:
         (forms, "WAITING_TOKEN_WORTH", 0.0, "waiting, 8 clients"),
         (forms, "BURST", 1000, "waiting, 24 clients"),
         (overlap, "LEAST_GAIN_ON_HEAD", 0.0, "menu and look-ups, recorded"),
-        (overlap, "LEAST_GAIN_ON_PLAIN", 1.0, "look-ups alone, recorded"),
+        (overlap, "LEAST_PROMISED", 2.0, "look-ups alone, recorded"),
         (lookups, "SAMPLED_SEQUENCES", 1, "look-ups, batch 32"),
         (adaptive, "REPEATS", 16, "drafters in turn"),
     ],

@@ -11,7 +11,7 @@ import random
 import pytest
 
 from forerun.control.cost import CostModel
-from forerun.control.lookups import LEAST_SAMPLES, ROUNDS_BETWEEN_DECISIONS, SAMPLED_SEQUENCES, LookupGate
+from forerun.control.lookups import ROUNDS_BETWEEN_DECISIONS, SAMPLED_SEQUENCES, SAMPLES, LookupGate
 from forerun.control.prices import Levels, allocate, share_chains
 from forerun.core.types import LOOKUP, PLAIN, Offer
 from forerun.drafters.base import LookupDrafter
@@ -142,7 +142,7 @@ def opens(accepted: float, level: float = 0.0) -> bool:
     gate = LookupGate(CostModel(H200.seconds), lambda offers, batch, most: ([1] * min(batch, most), accepted))
     gate.allowance.level = level
     gate.overhead.observe(PLAIN, 16, 5e-4, 5e-4)
-    for _ in range(LEAST_SAMPLES):
+    for _ in range(SAMPLES):
         gate.note_sample(Offer(free=(0.9, 0.8, 0.7)))
     return any(gate.to_search(range(16)) is None for _ in range(ROUNDS_BETWEEN_DECISIONS))
 
