@@ -90,6 +90,16 @@ def test_rounds_drafts_and_passes_are_timed_by_the_clock_of_the_target() -> None
     assert reads.search((PACKAGE / "core" / "clock.py").read_text())
 
 
+ASKS_DEVICE = re.compile(r"\.device\.type\b|\bdevice\.type\b|\.is_(cuda|cpu)\b")
+
+
+def test_the_engine_asks_no_device_what_it_is() -> None:
+    """The target states what it can do (`Abilities`)."""
+    assert [path.name for path in (PACKAGE / "engine").rglob("*.py") if ASKS_DEVICE.search(path.read_text())] == []
+    assert ASKS_DEVICE.search("return scores.logits.device.type != 'cpu'")
+    assert ASKS_DEVICE.search((PACKAGE / "models" / "base.py").read_text())
+
+
 def import_cycles(top: Path) -> list[list[str]]:
     """Modules of a package that import each other in a circle when they are loaded, or for their types alone.
 

@@ -39,12 +39,18 @@ class RoundClock:
     """
 
     def __init__(
-        self, launched: list[Seconds], now: Clock, ahead: list[float] | None = None, behind: RoundClock | None = None
+        self,
+        launched: list[Seconds],
+        now: Clock,
+        ahead: list[float] | None = None,
+        behind: RoundClock | None = None,
+        awaited: bool = False,
     ) -> None:
-        """`behind`: the clock of the round before, where this one begins as that ends."""
+        """`behind`: the clock of the round before, where this one begins as that ends; `awaited`: see `Abilities`."""
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self._last: float = now() if behind is None else behind._last
         self.started = self._last
+        self._awaited = awaited
         self._launched, self._now = launched, now  # passes over prompts that were launched and not waited for
         self._ahead = [] if ahead is None else ahead  # seconds of passes that were run for rounds to come
         self._owed: list[tuple[float, str]] = []  # seconds of a device at work, beyond what was booked so far
@@ -78,7 +84,7 @@ class RoundClock:
             waited = self.move(taken, "verdict", "pass")
             waited += self.move(taken - waited, "host", "pass")  # the device was at work before the host waited
             self._owed.append((taken - waited, "pass"))
-        elif _waits(scores):
+        elif self._awaited and scores.logits is not None and (scores.greedy is None or scores.greedy.argmax is None):
             self.move(self.seconds["verdict"], "verdict", "pass")  # the wait for a device that is not timed
         if self._launched:
             for earlier in self._launched:
@@ -120,13 +126,6 @@ class RoundClock:
         """As if the round had begun so much earlier."""
         self.seconds[part] += seconds
         self.started -= seconds
-
-
-def _waits(scores: Scores) -> bool:
-    """Does reading the verdict wait for a device? Asking a tensor where it lies takes long, so it comes last."""
-    if scores.greedy is not None and scores.greedy.argmax is not None:
-        return False
-    return scores.logits is not None and scores.logits.device.type != "cpu"
 
 
 Form = Literal["plain", "chain", "tree"]
@@ -263,6 +262,7 @@ class EngineStats:
     trace: Trace | None = None  # where to write every round
     by_round: list[Mapping[str, float]] | None = None  # seconds of each round by part, while somebody asks for them
     now: Clock = WALL  # the target's clock, which all rounds are timed by
+    awaited: bool = False  # does who reads a verdict wait for the target's pass?
     # passes over prompts that no round has waited for yet
     _launched: list[Seconds] = field(default_factory=list)
     _ahead: list[float] = field(default_factory=list)  # seconds of passes that were run for rounds to come
@@ -273,7 +273,7 @@ class EngineStats:
 
     def clock(self, behind: RoundClock | None = None) -> RoundClock:
         """The clock of a round, or of a pass over prompts, that starts now, or when the round before it ended."""
-        return RoundClock(self._launched, self.now, self._ahead, behind)
+        return RoundClock(self._launched, self.now, self._ahead, behind, self.awaited)
 
     def count(self, outcome: Round, tokens: int, clock: RoundClock) -> None:
         self.rounds += 1
