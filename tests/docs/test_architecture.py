@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from dataclasses import fields
 from functools import cache
 
@@ -84,6 +85,16 @@ def test_prices_are_in_tokens_in_the_code_and_in_the_glossary() -> None:
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     assert "`price` and `level` are in tokens" in (Budget.__doc__ or "")
     assert re.search(r"^\| \*\*price\*\* \|.* in tokens", glossary, re.MULTILINE)
+
+
+def test_the_protocols_that_the_engine_knows_are_those_it_imports() -> None:
+    """The page names the files, as many as it says; import-linter allows the engine these and no others."""
+    count, named = re.findall(r"The engine knows (\w+) protocols only: (.*)", PAGE)[0]
+    files = re.findall(r"`src/(forerun/\S+)\.py`", named)
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    allowed = next(one["ignore_imports"] for one in contracts if one["name"] == "The engine knows the protocols only")
+    assert sorted(files) == sorted(line.rpartition(" ")[2].replace(".", "/") for line in allowed)
+    assert count == ["no", "one", "two", "three", "four", "five", "six"][len(files)]
 
 
 def test_the_files_of_a_request_are_listed_once_each() -> None:

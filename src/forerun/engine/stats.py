@@ -52,14 +52,14 @@ class RoundClock:
         self.started = self._last
         self._awaited = awaited
         self._launched, self._now = launched, now  # passes over prompts that were launched and not waited for
-        self._ahead = [] if ahead is None else ahead  # seconds of passes that were run for rounds to come
+        self._to_come = [] if ahead is None else ahead  # seconds of passes that were run for rounds to come
         self._owed: list[tuple[float, str]] = []  # seconds of a device at work, beyond what was booked so far
         self._prompt_share = 0.0  # of the pass
 
     @property
     def ahead(self) -> int:
         """Passes that were run for rounds to come."""
-        return len(self._ahead)
+        return len(self._to_come)
 
     def lap(self, part: str) -> None:
         """Book the time since the last lap under a part."""
@@ -76,8 +76,8 @@ class RoundClock:
 
     def settle(self, trees: TreeBatch, scores: Scores) -> None:
         """The verdict was read: book what the host waited for."""
-        if scores.ahead or self._ahead:
-            self._share_ahead(scores.ahead, scores.own)
+        if scores.ahead or self._to_come:
+            self._share_passes(scores.ahead, scores.own)
         taken = None if scores.seconds is None else scores.seconds()
         if taken is not None:
             self.move(self.seconds["pass"], "pass", "host")
@@ -109,17 +109,17 @@ class RoundClock:
             if part == "pass":
                 self.move(moved * self._prompt_share, "pass", "prompt")
 
-    def _share_ahead(self, ahead: int, own: float) -> None:
+    def _share_passes(self, ahead: int, own: float) -> None:
         """Book rounds whose passes were run in one call their shares of it; the host, what was run in vain."""
-        if ahead < 0 and self._ahead:
-            self._charge("pass", self._ahead.pop())
+        if ahead < 0 and self._to_come:
+            self._charge("pass", self._to_come.pop())
             return
-        if self._ahead:
-            self._charge("host", sum(self._ahead))
-            self._ahead.clear()
+        if self._to_come:
+            self._charge("host", sum(self._to_come))
+            self._to_come.clear()
         if ahead > 0:
             each = self.seconds["pass"] * (1.0 - own) / ahead
-            self._ahead += [each] * ahead
+            self._to_come += [each] * ahead
             self._charge("pass", -each * ahead)
 
     def _charge(self, part: str, seconds: float) -> None:
@@ -265,7 +265,7 @@ class EngineStats:
     awaited: bool = False  # does who reads a verdict wait for the target's pass?
     # passes over prompts that no round has waited for yet
     _launched: list[Seconds] = field(default_factory=list)
-    _ahead: list[float] = field(default_factory=list)  # seconds of passes that were run for rounds to come
+    _to_come: list[float] = field(default_factory=list)  # seconds of passes that were run for rounds to come
 
     def count_prompt(self, tokens: int, reused: int) -> None:
         self.read += tokens
@@ -273,7 +273,7 @@ class EngineStats:
 
     def clock(self, behind: RoundClock | None = None) -> RoundClock:
         """The clock of a round, or of a pass over prompts, that starts now, or when the round before it ended."""
-        return RoundClock(self._launched, self.now, self._ahead, behind, self.awaited)
+        return RoundClock(self._launched, self.now, self._to_come, behind, self.awaited)
 
     def count(self, outcome: Round, tokens: int, clock: RoundClock) -> None:
         self.rounds += 1
