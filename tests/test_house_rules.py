@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tomllib
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,83 @@ def test_rounds_drafts_and_passes_are_timed_by_the_clock_of_the_target() -> None
     rooms = [path for room in ("engine", "control", "drafters") for path in (PACKAGE / room).rglob("*.py")]
     assert [str(path.relative_to(ROOT)) for path in rooms if reads.search(path.read_text())] == []
     assert reads.search((PACKAGE / "core" / "clock.py").read_text())
+
+
+ASKS_DEVICE = re.compile(r"\.device\.type\b|\bdevice\.type\b|\.is_(cuda|cpu)\b")
+
+
+def test_the_engine_asks_no_device_what_it_is() -> None:
+    """The target states what it can do (`Abilities`)."""
+    assert [path.name for path in (PACKAGE / "engine").rglob("*.py") if ASKS_DEVICE.search(path.read_text())] == []
+    assert ASKS_DEVICE.search("return scores.logits.device.type != 'cpu'")
+    assert ASKS_DEVICE.search((PACKAGE / "models" / "base.py").read_text())
+
+
+def import_cycles(top: Path) -> list[list[str]]:
+    """Modules of a package that import each other in a circle when they are loaded, or for their types alone.
+
+    Imports inside functions are left out, and so is a package whose module is imported: only what a line names counts.
+    """
+    files = {_module_of(path, top): path for path in top.rglob("*.py")}
+    graph = {name: _imports_of(path, name, files) for name, path in files.items()}
+    reached = {name: _reached_from(name, graph) for name in graph}
+    circles = {tuple(sorted(other for other in reached[name] if name in reached[other])) for name in graph}
+    return sorted(list(circle) for circle in circles if circle)
+
+
+def _module_of(path: Path, top: Path) -> str:
+    return ".".join(path.relative_to(top.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imports_of(path: Path, name: str, known: Collection[str]) -> set[str]:
+    """The modules of the package that its module-level lines import, those behind `if TYPE_CHECKING` too."""
+    found: set[str] = set()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            where = ".".join([*above, *([node.module] if node.module else [])])
+            inside = {alias.name: f"{where}.{alias.name}" for alias in node.names}
+            found |= {full if full in known else where for full in inside.values()}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+    return found & set(known)
+
+
+def _reached_from(name: str, graph: dict[str, set[str]]) -> set[str]:
+    """Every module that is imported behind this one; itself only where a circle leads back to it."""
+    reached, waiting = set[str](), [*graph[name]]
+    while waiting:
+        if (one := waiting.pop()) not in reached:
+            reached.add(one)
+            waiting += graph[one]
+    return reached
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert import_cycles(PACKAGE) == []
+
+
+def test_negative_control_circles_of_imports_are_found(tmp_path: Path) -> None:
+    files = {
+        "__init__": "",
+        "a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from top.b import B\n",
+        "b": "from top import c\n",
+        "c": "try:\n    from .a import A\nexcept ImportError:\n    pass\n",
+        "d": "import top.e\n",
+        "e": "def late():\n    from top.d import D\n",
+        "f": "import top.a\n",
+    }
+    (tmp_path / "top").mkdir()
+    for name, source in files.items():
+        (tmp_path / "top" / f"{name}.py").write_text(source)
+    assert import_cycles(tmp_path / "top") == [["top.a", "top.b", "top.c"]]
+    (tmp_path / "top" / "e.py").write_text("import top.d\n")
+    assert import_cycles(tmp_path / "top") == [["top.a", "top.b", "top.c"], ["top.d", "top.e"]]
 
 
 def test_every_module_of_the_package_has_a_layer() -> None:

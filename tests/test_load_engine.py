@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.main import get_command
 
 from forerun import LLM
+from forerun.build import load as loading
 from forerun.build.engine import load_target, make_engine, memory_of
 from forerun.build.load import collect_garbage, drafting_of
-from forerun.core.errors import InvalidInput
+from forerun.cli.app import main, make_app
+from forerun.cli.flags import in_flags, spelt
+from forerun.core import registry
+from forerun.core.errors import ForerunError, InvalidInput
 from forerun.core.params import Dtype, EngineConfig, KvDtype
 from forerun.heads import BOX
 from forerun.models.load.checkpoint import open_checkpoint
@@ -23,6 +30,8 @@ from forerun.server.backends.start import load_llm
 from forerun.testing import TableLM
 
 MEDUSA, EAGLE3 = str(BOX / "smollm2-135m-medusa"), str(BOX / "smollm2-135m-eagle3")
+QWEN = str(BOX / "qwen2.5-coder-1.5b-eagle3")  # a head of another model
+LARGER = "LARGER"  # the head of this model, but for a vocabulary of one token more
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -77,6 +86,109 @@ def test_a_head_that_the_drafter_cannot_run_is_refused(given: dict[str, Any]) ->
 )
 def test_a_head_that_the_drafter_runs_is_taken(given: dict[str, Any]) -> None:
     assert drafting_of(given).draft_model == given["draft_model"]
+
+
+class WeightsAreRead(Exception):
+    """Loading came as far as the target's weights."""
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading ends where the target's weights would be read."""
+
+    def read(*args: Any) -> Any:
+        raise WeightsAreRead
+
+    monkeypatch.setattr(loading, "load_target", read)
+
+
+def placed(given: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The same with the folder of the head that is made here."""
+    if given.get("draft_model") != LARGER:
+        return given
+    values = json.loads((Path(EAGLE3) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"vocab_size": values["vocab_size"] + 1}))
+    return given | {"draft_model": str(tmp_path)}
+
+
+_NO_MODEL, _NO_FOLDER = "needs a second model to draft with; pass draft_model=NAME", "there is no folder '/nonexistent'"
+_WIDER, _MORE = "is 1536 wide and smollm2 576", "knows 49153 tokens and smollm2 49152"
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"drafter": "draft_model"}, f"drafter='draft_model' {_NO_MODEL}"),
+        ({"drafter": "ngram+draft_model"}, f"drafter='ngram+draft_model' {_NO_MODEL}"),
+        ({"drafter": "ngram>draft_model"}, f"drafter='ngram>draft_model' {_NO_MODEL}"),
+        ({"drafter": "eagle3", "draft_model": "/nonexistent"}, _NO_FOLDER),
+        ({"drafter": "ngram+medusa", "draft_model": "/nonexistent"}, _NO_FOLDER),
+        ({"drafter": "eagle3", "draft_model": str(BOX)}, "has no config.json; give the folder that holds the head"),
+        ({"draft_model": "/nonexistent"}, "there is no file or folder /nonexistent; check the path"),
+        ({"draft_model": "my-head"}, "there is no folder 'my-head' with a trained head either"),
+        ({"drafter": "eagle3", "draft_model": QWEN}, _WIDER),
+        ({"draft_model": QWEN}, _WIDER),
+        ({"drafter": "hybrid_eagle3", "draft_model": LARGER}, _MORE),
+    ],
+)
+def test_what_cannot_work_is_refused_before_weights_are_read(
+    given: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Library, server and command line say the same, and nothing is warned about before."""
+    given = placed(given, tmp_path)
+    with pytest.raises(ForerunError) as library:
+        LLM.load("smollm2", **given)
+    with pytest.raises(ForerunError) as server:
+        load_llm("smollm2", {}, given)
+    said = str(library.value)
+    assert str(server.value) == said
+    assert words in said
+    assert "\n" not in said
+    assert not [record for record in caplog.records if "was trained for" in record.getMessage()]
+    flags = [word for key, value in given.items() for word in (spelt(key), value)]
+    monkeypatch.setattr(sys, "argv", ["forerun", "generate", "hi", *flags])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    command = get_command(make_app("generate")).commands["generate"]  # type: ignore[attr-defined]
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", f"forerun: {in_flags(said, command)}\n")
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"drafter": "eagle3"},  # the head comes with the package
+        {"draft_model": EAGLE3},
+        {"drafter": "ngram+medusa", "draft_model": MEDUSA},
+        {"drafter": "draft_model", "draft_model": "smollm2"},
+        {"drafter": "ngram", "draft_model": QWEN},  # it does not draft
+        {"drafter": "layer_skip"},
+        {"drafter": "ngram>layer_skip"},
+    ],
+)
+def test_what_can_work_comes_to_the_weights(given: dict[str, Any]) -> None:
+    with pytest.raises(WeightsAreRead):
+        LLM.load("smollm2", **given)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_head_of_another_packages_kind_has_sizes_of_its_own(tmp_path: Path) -> None:
+    """Of these `hidden_size` may be the head's."""
+    registry.drafters.register("guesser", "my_package.guesser:Guesser", needs="head", formats=("guesser",))
+    (tmp_path / "config.json").write_text(json.dumps({"forerun": {"format": "guesser"}, "hidden_size": 7}))
+    try:
+        with pytest.raises(WeightsAreRead):
+            LLM.load("smollm2", draft_model=str(tmp_path))
+    finally:
+        registry.drafters.unregister("guesser")
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def only_line(ran: Ran) -> str:
         (["hi", "--drafter", "ngran"], "did you mean 'ngram'"),
         (["hi", "--drafter", "ngram:4"], "use --drafter ngram --budget 4"),
         (["hi", "--verifier", "exakt"], "did you mean 'exact'"),
-        (["hi", "--drafter", "draft_model"], "add --draft-model"),
+        (["hi", "--drafter", "draft_model"], "pass --draft-model NAME"),
         (["hi", "--raw", "--system", "x"], "drop one of them"),
         (["--file", "no/such/file"], "cannot read the prompt file 'no/such/file'"),
         (["@no/such/file"], "cannot read the prompt file 'no/such/file'"),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
+import tomllib
 from dataclasses import fields
 from functools import cache
 
@@ -14,6 +17,7 @@ from tests.readme.pages import ALL, ROOT, prose
 from tools.request_files import files_of
 
 PAGE = prose(ROOT / "docs" / "architecture.md")
+MOST_OF_A_REQUEST = 30
 NOT_OURS = {"fastapi", "matplotlib", "prompt_toolkit"}
 
 
@@ -84,6 +88,28 @@ def test_prices_are_in_tokens_in_the_code_and_in_the_glossary() -> None:
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     assert "`price` and `level` are in tokens" in (Budget.__doc__ or "")
     assert re.search(r"^\| \*\*price\*\* \|.* in tokens", glossary, re.MULTILINE)
+
+
+def test_the_protocols_that_the_engine_knows_are_those_it_imports() -> None:
+    """The page names the files, as many as it says; import-linter allows the engine these and no others."""
+    count, named = re.findall(r"The engine knows (\w+) protocols only: (.*)", PAGE)[0]
+    files = re.findall(r"`src/(forerun/\S+)\.py`", named)
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    allowed = next(one["ignore_imports"] for one in contracts if one["name"] == "The engine knows the protocols only")
+    assert sorted(files) == sorted(line.rpartition(" ")[2].replace(".", "/") for line in allowed)
+    assert count == ["no", "one", "two", "three", "four", "five", "six"][len(files)]
+
+
+@pytest.mark.slow
+def test_the_files_of_a_cpu_request_are_few_and_those_listed() -> None:
+    """Traced in a process of its own: what other tests have cached would not be called again."""
+    program = "from tools.request_files import cpu_request, listed; print(listed(cpu_request()))"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    traced = re.findall(r"^\d+\. `(\S+)`", ended.stdout, re.MULTILINE)
+    block = PAGE.partition("<!-- files: cpu -->")[2].partition("<!-- /files -->")[0]
+    assert sorted(re.findall(r"^\d+\. `(\S+)`", block, re.MULTILINE)) == sorted(traced)
+    assert len(traced) <= MOST_OF_A_REQUEST
+    assert f"`Completion` (goal: at most {MOST_OF_A_REQUEST} files)" in PAGE
 
 
 def test_the_files_of_a_request_are_listed_once_each() -> None:

@@ -13,13 +13,16 @@ from forerun.build.engine import make_engine
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request, Scores, TreeBatch
 from forerun.engine.stats import PARTS, RoundClock
+from forerun.models.base import Abilities
 from forerun.testing import TableLM
 
 
-def clock_of(*times: float, launched: list[Callable[[], float | None]] | None = None) -> RoundClock:
+def clock_of(
+    *times: float, launched: list[Callable[[], float | None]] | None = None, awaited: bool = False
+) -> RoundClock:
     """A clock whose laps of draft, pass and verdict end at these times."""
     now = iter([0.0, *times])
-    clock = RoundClock(launched if launched is not None else [], lambda: next(now))
+    clock = RoundClock(launched if launched is not None else [], lambda: next(now), awaited=awaited)
     for part in ("draft", "pass", "verdict"):
         clock.lap(part)
     return clock
@@ -114,8 +117,13 @@ def test_prompts_in_the_same_pass_have_their_rows_share() -> None:
 
 
 def test_a_device_that_is_not_timed_gives_its_wait_to_the_pass() -> None:
-    found = settled(clock_of(0.0, 0.5, 4.5), Scores(torch.zeros(1, 2, device="meta")), FakeTrees())
+    """The target says that it is one: where the logits lie is not asked."""
+    found = settled(clock_of(0.0, 0.5, 4.5, awaited=True), Scores(torch.zeros(1, 2)), FakeTrees())
     assert found == pytest.approx({"pass": 4.5})
+    found = settled(clock_of(0.0, 0.5, 4.5), Scores(torch.zeros(1, 2, device="meta")), FakeTrees())
+    assert found == pytest.approx({"pass": 0.5, "verdict": 4.0})
+    for device in ("cpu", "cuda"):
+        assert Abilities.of(torch.device(device)).awaited is (device == "cuda")
 
 
 class Slow(TableLM):

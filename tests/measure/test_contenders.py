@@ -12,7 +12,8 @@ import torch
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.errors import InvalidInput
+from forerun.core.errors import ForerunError, InvalidInput
+from forerun.heads import BOX
 from forerun.measure.bench import contenders
 from forerun.measure.bench.settings import Cell, DrafterSetup, Settings, parse_setups
 from tests.measure.conftest import table_llm
@@ -88,7 +89,13 @@ def drafts_beside(apart: bool, others: tuple[str, ...] = ("suffix", "draft_model
 
 @pytest.mark.parametrize(
     ("drafter", "complaint"),
-    [("eagle3", "needs a head"), ("draft_model", "needs a second model"), ("ngram>medusa", "needs a head")],
+    [
+        ("eagle3", "needs a head"),
+        ("draft_model", "needs a second model"),
+        ("ngram>medusa", "needs a head"),
+        ("eagle3=/nonexistent", "there is no folder '/nonexistent'"),
+        (f"eagle3={BOX / 'smollm2-135m-eagle3'}", "is 576 wide and"),
+    ],
 )
 def test_a_drafter_without_its_head_is_refused_before_weights_are_loaded(
     tiny_folder: str, monkeypatch: Any, drafter: str, complaint: str
@@ -97,7 +104,7 @@ def test_a_drafter_without_its_head_is_refused_before_weights_are_loaded(
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr(contenders, "LLM", SimpleNamespace(load=loaded))
-    with pytest.raises(InvalidInput, match=complaint):
+    with pytest.raises(ForerunError, match=complaint):
         contenders.load(Settings(model=tiny_folder, setups=parse_setups(["auto", drafter]), device="cpu", threads=1))
     with pytest.raises(AssertionError, match="weights were loaded"):
         contenders.load(Settings(model=tiny_folder, setups=parse_setups(["auto", "ngram"]), device="cpu", threads=1))

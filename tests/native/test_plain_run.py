@@ -308,6 +308,6 @@ def test_every_token_is_a_round_and_every_round_has_its_share(checkpoint: Checkp
     ahead = []
     while engine.busy:
         assert len(engine.step()) == 1
-        ahead.append(len(engine.stats._ahead))
+        ahead.append(len(engine.stats._to_come))
     assert ahead == [0, *[*reversed(range(1 + MOST))] * 5]
     assert engine.stats.rounds == engine.stats.tokens == engine.stats.forms["plain"] == len(ahead)

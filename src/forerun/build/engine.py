@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache, partial
 from os.path import expanduser
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ from forerun.drafters.model.translated import Spelling, TokenMap
 from forerun.engine.engine import Engine
 from forerun.engine.routing import BESIDE, DrafterPool
 from forerun.engine.sequence import Decodes
-from forerun.heads import carries_mtp, open_head, with_head
+from forerun.heads import carries_mtp, must_be_folder, open_head, with_head
 from forerun.models.adapters import AdapterPool, own_head
 from forerun.models.base import Target
 from forerun.models.config import DecoderConfig
@@ -166,9 +167,13 @@ def _without_drafts(parts: Parts, used: int) -> Parts:
 
 
 def check_names(speculative: SpeculativeConfig) -> None:
-    """Unknown names, and a head that the drafter cannot run, are the caller's error before anything is loaded."""
+    """Unknown names, a second model or head that is missing, and a head that the drafter cannot run.
+
+    They are the caller's error before anything is loaded.
+    """
     if speculative.drafter != "auto":
         spec, given = registry.drafters.spec(speculative.drafter), speculative.draft_model
+        spec.refuse_missing_model(given)
         head = open_head(Path(given).expanduser()) if given is not None and spec.needs != "nothing" else None
         if head is not None and not head.serves(spec.name):
             runs = "a second model" if spec.needs == "checkpoint" else f"heads of the kind {spec.formats[0]}"
@@ -176,9 +181,25 @@ def check_names(speculative: SpeculativeConfig) -> None:
                 f"drafter={speculative.drafter!r} runs {runs}, and draft_model={given} is a head of the kind "
                 f"{head.kind}; leave the drafter out, or give drafter={head.drafter!r}"
             )
+        if head is None and given is not None and spec.needs == "head":
+            _must_hold_head(Path(given).expanduser(), spec)
     registry.controllers.get(speculative.controller)
     if speculative.verifier != "auto":
         registry.verifiers.get(speculative.verifier)
+
+
+def _must_hold_head(folder: Path, spec: DrafterSpec) -> None:
+    """Raise where a folder cannot hold a head for this drafter: it is missing, or has no config.json."""
+    from forerun.drafters.heads.formats import read_config
+
+    must_be_folder(folder)
+    if any(map(_is_ours, spec.formats)):
+        read_config(folder)
+
+
+def _is_ours(kind: str) -> bool:
+    """Is a head of this kind described as our own drafters describe theirs?"""
+    return any(spec.where.startswith("forerun.") for spec in registry.drafters.running(kind))
 
 
 def make_controller(
@@ -228,6 +249,42 @@ def refuse_missing_head(speculative: SpeculativeConfig, checkpoint: Checkpoint) 
             f"drafter={drafter!r} needs a head, and none comes with the package for {checkpoint.name}; "
             "train one with `forerun train`, give its folder as draft_model=FOLDER, or use drafter='ngram'"
         )
+
+
+def refuse_unfit_head(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> None:
+    """A head of another width or vocabulary is the caller's error before weights are loaded: the configs tell."""
+    drafter, given = speculative.drafter, speculative.draft_model
+    if given is None or not (drafter == "auto" or needs_head(drafter)):
+        return
+    head = open_head(Path(given).expanduser())
+    if head is None or not _is_ours(head.kind):
+        return
+    width, vocab_size = _sizes_in(checkpoint.config)
+    known, exactly, wrong = head.vocab_size, registry.drafters.running(head.kind)[0].reads_source, ""
+    if isinstance(head.width, int) and width not in (None, head.width):
+        wrong = f"is {head.width} wide and {checkpoint.name} {width}"
+    elif isinstance(known, int) and vocab_size is not None and (known != vocab_size if exactly else known > vocab_size):
+        wrong = f"knows {known} tokens and {checkpoint.name} {vocab_size}"
+    if wrong:
+        raise InvalidInput(
+            f"the head {head.path.name} {wrong}: it was trained for {head.target or 'another model'}; "
+            "train one with `forerun train`, give its folder as draft_model=FOLDER, or use drafter='ngram'"
+        )
+
+
+def _sizes_in(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Width and vocabulary of a model, as far as its config says them."""
+    from forerun.models.config import DecoderConfig, has_states, supports
+    from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
+
+    if is_encoder_decoder(config):
+        return None, config.get("vocab_size")
+    if supports(config) or has_states(config):
+        family = DecoderConfig.from_hf(config)
+        return family.width, family.vocab_size
+    nested = config.get("text_config")
+    width = (nested if isinstance(nested, Mapping) else config).get("hidden_size")
+    return (width if isinstance(width, int) else None), None  # transformers may run more ids than its config counts
 
 
 def refuse_draft_dtype(speculative: SpeculativeConfig, device: str, models: Sequence[str]) -> None:

@@ -33,6 +33,7 @@ from forerun.build.engine import (
     needs_head,
     refuse_draft_dtype,
     refuse_missing_head,
+    refuse_unfit_head,
     token_map,
 )
 from forerun.build.memory_limit import as_out_of_memory
@@ -97,12 +98,13 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
 
 
 def _load(name: str, options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
-    from forerun.models.load.catalog import cache_folder
+    from forerun.models.load.catalog import cache_folder, find_draft_model
     from forerun.models.load.checkpoint import open_checkpoint
 
     settings = _engine_config(options)
     speculative = drafting_of(options)
     checkpoint = open_checkpoint(name)
+    refuse_unfit_head(speculative, checkpoint)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     elif settings.tensor_parallel_size > 1:  # ranks on one CPU share its cores
@@ -111,6 +113,8 @@ def _load(name: str, options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
     refuse_missing_head(speculative, checkpoint)
     models = draft_models(speculative)
     refuse_draft_dtype(speculative, settings.device, models)
+    for given in models:
+        find_draft_model(given)
     opened = [open_checkpoint(given) for given in models]
     smaller = [(small, token_map(checkpoint, small)) for small in opened]
     tokenizer = checkpoint.tokenizer()

@@ -171,9 +171,8 @@ def _speculative(values: Mapping[str, Any]) -> SpeculativeConfig:
     if colon and number.isdigit():  # as `forerun bench` takes it
         raise InvalidInput(f"--drafter takes a name alone here; use --drafter {name} --budget {number}")
     config = SpeculativeConfig(**ours)
-    needs = "nothing" if config.drafter == "auto" else registry.drafters.spec(config.drafter).needs
-    if needs == "checkpoint" and config.draft_model is None:
-        raise InvalidInput(f"--drafter {config.drafter} needs a model to draft with; add --draft-model NAME")
+    if config.drafter != "auto":
+        registry.drafters.spec(config.drafter).refuse_missing_model(config.draft_model)
     if config.verifier not in ("auto", *registry.verifiers.names()):
         registry.verifiers.get(config.verifier)  # raises, naming what there is, before a model is loaded
     return config

@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 from forerun.build.memory_limit import without_collector
 from forerun.cli.flags import Settings, check_file, check_folder, spelt
 from forerun.core import registry
-from forerun.core.errors import UnknownName
+from forerun.heads import must_be_folder
 
 if TYPE_CHECKING:
     from forerun.api.llm import LLM
@@ -34,8 +34,10 @@ class ModelCommand(TyperCommand):
             if source is None or source.name == "DEFAULT":
                 continue
             value, flag = ctx.params[parameter.name], parameter.opts[0]
-            if parameter.name in _CHECKS:
-                _CHECKS[parameter.name](value)
+            if parameter.name == "model":
+                check_model(value)
+            elif parameter.name == "draft_model":
+                check_draft_model(value, ctx.params.get("drafter"))
             elif parameter.name in _FILES:
                 check_file(flag, Path(value))
             elif parameter.name in _FOLDERS:
@@ -50,18 +52,18 @@ def check_model(name: str) -> None:
     find_model(name)
 
 
-def check_draft_model(name: str) -> None:
+def check_draft_model(name: str, drafter: str | None) -> None:
     """The same for a draft model: a model, or any folder, which may be a head's."""
+    from forerun.models.load.catalog import find_draft_model
+
     if Path(name).expanduser().is_dir():
         return
-    try:
-        check_model(name)
-    except UnknownName as error:
-        raise UnknownName(f"{error}; there is no folder {name!r} with a trained head either") from None
+    if drafter not in (None, "auto") and registry.drafters.spec(drafter).needs == "head":
+        must_be_folder(Path(name))
+    find_draft_model(name)
 
 
 # parameters of commands, by their names in the code
-_CHECKS = {"model": check_model, "draft_model": check_draft_model}
 _FILES, _FOLDERS = ("html", "save", "trace"), ("out", "folder", "record")
 
 

@@ -81,7 +81,7 @@ class AdaptiveController:
         self.overlap = Overlap(self.planner.free_chains)
         self.looks_up = looks_up  # does a sequence's drafter make look-ups and nothing else?
         self._idles = 0  # rounds so far of one sequence for which nothing could be drafted
-        self._ahead: int | None = None  # the sequence whose next pass is run already
+        self._passed_already: int | None = None  # the sequence whose next pass is run already
         self._choosers: dict[int, FormChooser] = {}  # by the menu's identity
         self._alone: int | None = None  # the sequence that was last alone in its round
         self._unasked = 0 if follows else UNFOLLOWED_ROUNDS  # plain rounds in a row that had to be read first
@@ -110,7 +110,7 @@ class AdaptiveController:
             decision.chooser.cancel(decision.promise)
         self._planned, self._next = Planned(), None
         looks_up, alone = self._all_look_up(seqs), len(seqs) == 1
-        if alone and self._ahead == seqs[0].id:  # its pass is run: whatever was found could not be drafted
+        if alone and self._passed_already == seqs[0].id:  # its pass is run: whatever was found could not be drafted
             self._planned.rests = not looks_up
             return [NOTHING]
         if looks_up:
@@ -287,7 +287,7 @@ class AdaptiveController:
         self._note_context(outcome.seqs)
         batch, nodes, cost = len(outcome.seqs), sum(outcome.drafted), self.planner.cost
         self._unasked += not nodes
-        self._ahead = outcome.seqs[0].id if outcome.ahead else None
+        self._passed_already = outcome.seqs[0].id if outcome.ahead else None
         if not outcome.prompt_rows or delayed_by_prompts(outcome):
             cost.note_prompts(outcome.prompt_rows)
         planned = self._planned

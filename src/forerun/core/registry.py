@@ -75,6 +75,11 @@ class DrafterSpec:
         """The name under which it drafts best: with a drafter beside it where there is one."""
         return f"{self.beside}+{self.name}" if self.beside else self.name
 
+    def refuse_missing_model(self, given: str | None) -> None:
+        """A drafter that runs a second model, where none was given, is the caller's error before anything is read."""
+        if self.needs == "checkpoint" and given is None:
+            raise InvalidInput(f"drafter={self.name!r} needs a second model to draft with; pass draft_model=NAME")
+
 
 class DrafterRegistry:
     """Drafters by name, in order of preference: of two that run the same kind of head, the first is the default."""

@@ -84,7 +84,7 @@ class Engine:
         self.scheduler = Scheduler(target, max_batch)
         self.can = can = target.can
         self.prefill_rows = PrefillRows(can.prefill, target.pass_rows, prompt_rows)
-        self.stats = EngineStats(now=can.clock)
+        self.stats = EngineStats(now=can.clock, awaited=can.awaited)
         self.timeline = Timeline(self.scheduler, self._forget, can.overlap)
         self.deadline = LaunchDeadline()
         self.captures = CaptureTurns(target, self.settle, self.stats.now)

@@ -42,7 +42,7 @@ class DecodesPieces(Decodes, Protocol):
 
 class Detokenizer:
     __slots__ = (
-        "_ahead", "_done", "_from", "_ids", "_may_stop", "_piece", "_taken", "stops", "text", "tokenizer",
+        "_done", "_early_characters", "_from", "_ids", "_may_stop", "_piece", "_taken", "stops", "text", "tokenizer",
     )  # fmt: skip
 
     def __init__(self, tokenizer: Decodes | None, stops: Sequence[str] = ()) -> None:
@@ -54,7 +54,7 @@ class Detokenizer:
         self._ids: list[int] = []  # tokens that still influence what follows; never changed, only replaced
         self._from = 0  # ids before this one no longer do
         self._done = 0  # ids before this one are in `text`
-        self._ahead = 0  # characters of later ids that are in `text`: those before an incomplete one
+        self._early_characters = 0  # characters of later ids that are in `text`: those before an incomplete one
         # of tokens whose text does not depend on others; None = there are stop strings to look for, too
         self._piece = _piece_of(tokenizer) if not self.stops else None
 
@@ -63,7 +63,7 @@ class Detokenizer:
         copy = Detokenizer.__new__(Detokenizer)
         copy.tokenizer, copy.stops, copy.text = self.tokenizer, self.stops, self.text
         copy._taken, copy._may_stop, copy._ids = self._taken, self._may_stop, self._ids
-        copy._from, copy._done, copy._ahead = self._from, self._done, self._ahead
+        copy._from, copy._done, copy._early_characters = self._from, self._done, self._early_characters
         copy._piece = self._piece
         return copy
 
@@ -72,7 +72,7 @@ class Detokenizer:
         if self.tokenizer is None:
             return self, ""
         find = self._piece
-        if find is None or self._ahead or self._done != len(self._ids) or self._taken != len(self.text):
+        if find is None or self._early_characters or self._done != len(self._ids) or self._taken != len(self.text):
             return None
         if len(tokens) == 1:
             piece = find(tokens[0])
@@ -86,7 +86,7 @@ class Detokenizer:
         copy = Detokenizer.__new__(Detokenizer)
         copy.tokenizer, copy.stops, copy._piece, copy._may_stop = self.tokenizer, (), find, True
         copy.text = text = self.text + piece
-        copy._taken, copy._ids, copy._from, copy._done, copy._ahead = len(text), [tokens[-1]], 0, 1, 0
+        copy._taken, copy._ids, copy._from, copy._done, copy._early_characters = len(text), [tokens[-1]], 0, 1, 0
         return copy, piece
 
     def push(self, token: int, may_stop: bool = True) -> bool:
@@ -98,14 +98,14 @@ class Detokenizer:
         self._done, self._from = self._done - self._from, 0
         before = self.tokenizer.decode(self._ids[: self._done])
         after = self.tokenizer.decode(self._ids)
-        known = len(before) + self._ahead
+        known = len(before) + self._early_characters
         # an incomplete character: wait for the rest of it, not for what precedes it
         if after.endswith("\ufffd"):
             fresh = after.rstrip("\ufffd")[known:]
-            self._ahead += len(fresh)
+            self._early_characters += len(fresh)
         else:
             fresh = after[known:]
-            self._from, self._done, self._ahead = self._done, len(self._ids), 0
+            self._from, self._done, self._early_characters = self._done, len(self._ids), 0
         if not self.stops:
             self.text += fresh
             return False
@@ -121,7 +121,7 @@ class Detokenizer:
         hits = [at for stop, start in starts if (at := self.text.find(stop, start)) >= 0]
         if hits:
             self.text = self.text[: min(hits)]
-            self._from, self._done, self._ahead = 0, len(self._ids), 0  # nothing follows
+            self._from, self._done, self._early_characters = 0, len(self._ids), 0  # nothing follows
         return bool(hits)
 
     def take(self, final: bool) -> str:
@@ -147,9 +147,9 @@ class Detokenizer:
         if self.tokenizer is None or self._done == len(self._ids):
             return False
         before = self.tokenizer.decode(self._ids[self._from : self._done])
-        fresh = self.tokenizer.decode(self._ids[self._from :])[len(before) + self._ahead :]
+        fresh = self.tokenizer.decode(self._ids[self._from :])[len(before) + self._early_characters :]
         self._from = self._done = len(self._ids)
-        self._ahead = 0
+        self._early_characters = 0
         return self._add(fresh)
 
 

@@ -39,21 +39,27 @@ class RoundClock:
     """
 
     def __init__(
-        self, launched: list[Seconds], now: Clock, ahead: list[float] | None = None, behind: RoundClock | None = None
+        self,
+        launched: list[Seconds],
+        now: Clock,
+        ahead: list[float] | None = None,
+        behind: RoundClock | None = None,
+        awaited: bool = False,
     ) -> None:
-        """`behind`: the clock of the round before, where this one begins as that ends."""
+        """`behind`: the clock of the round before, where this one begins as that ends; `awaited`: see `Abilities`."""
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self._last: float = now() if behind is None else behind._last
         self.started = self._last
+        self._awaited = awaited
         self._launched, self._now = launched, now  # passes over prompts that were launched and not waited for
-        self._ahead = [] if ahead is None else ahead  # seconds of passes that were run for rounds to come
+        self._to_come = [] if ahead is None else ahead  # seconds of passes that were run for rounds to come
         self._owed: list[tuple[float, str]] = []  # seconds of a device at work, beyond what was booked so far
         self._prompt_share = 0.0  # of the pass
 
     @property
     def ahead(self) -> int:
         """Passes that were run for rounds to come."""
-        return len(self._ahead)
+        return len(self._to_come)
 
     def lap(self, part: str) -> None:
         """Book the time since the last lap under a part."""
@@ -70,15 +76,15 @@ class RoundClock:
 
     def settle(self, trees: TreeBatch, scores: Scores) -> None:
         """The verdict was read: book what the host waited for."""
-        if scores.ahead or self._ahead:
-            self._share_ahead(scores.ahead, scores.own)
+        if scores.ahead or self._to_come:
+            self._share_passes(scores.ahead, scores.own)
         taken = None if scores.seconds is None else scores.seconds()
         if taken is not None:
             self.move(self.seconds["pass"], "pass", "host")
             waited = self.move(taken, "verdict", "pass")
             waited += self.move(taken - waited, "host", "pass")  # the device was at work before the host waited
             self._owed.append((taken - waited, "pass"))
-        elif _waits(scores):
+        elif self._awaited and scores.logits is not None and (scores.greedy is None or scores.greedy.argmax is None):
             self.move(self.seconds["verdict"], "verdict", "pass")  # the wait for a device that is not timed
         if self._launched:
             for earlier in self._launched:
@@ -103,30 +109,23 @@ class RoundClock:
             if part == "pass":
                 self.move(moved * self._prompt_share, "pass", "prompt")
 
-    def _share_ahead(self, ahead: int, own: float) -> None:
+    def _share_passes(self, ahead: int, own: float) -> None:
         """Book rounds whose passes were run in one call their shares of it; the host, what was run in vain."""
-        if ahead < 0 and self._ahead:
-            self._charge("pass", self._ahead.pop())
+        if ahead < 0 and self._to_come:
+            self._charge("pass", self._to_come.pop())
             return
-        if self._ahead:
-            self._charge("host", sum(self._ahead))
-            self._ahead.clear()
+        if self._to_come:
+            self._charge("host", sum(self._to_come))
+            self._to_come.clear()
         if ahead > 0:
             each = self.seconds["pass"] * (1.0 - own) / ahead
-            self._ahead += [each] * ahead
+            self._to_come += [each] * ahead
             self._charge("pass", -each * ahead)
 
     def _charge(self, part: str, seconds: float) -> None:
         """As if the round had begun so much earlier."""
         self.seconds[part] += seconds
         self.started -= seconds
-
-
-def _waits(scores: Scores) -> bool:
-    """Does reading the verdict wait for a device? Asking a tensor where it lies takes long, so it comes last."""
-    if scores.greedy is not None and scores.greedy.argmax is not None:
-        return False
-    return scores.logits is not None and scores.logits.device.type != "cpu"
 
 
 Form = Literal["plain", "chain", "tree"]
@@ -263,9 +262,10 @@ class EngineStats:
     trace: Trace | None = None  # where to write every round
     by_round: list[Mapping[str, float]] | None = None  # seconds of each round by part, while somebody asks for them
     now: Clock = WALL  # the target's clock, which all rounds are timed by
+    awaited: bool = False  # does who reads a verdict wait for the target's pass?
     # passes over prompts that no round has waited for yet
     _launched: list[Seconds] = field(default_factory=list)
-    _ahead: list[float] = field(default_factory=list)  # seconds of passes that were run for rounds to come
+    _to_come: list[float] = field(default_factory=list)  # seconds of passes that were run for rounds to come
 
     def count_prompt(self, tokens: int, reused: int) -> None:
         self.read += tokens
@@ -273,7 +273,7 @@ class EngineStats:
 
     def clock(self, behind: RoundClock | None = None) -> RoundClock:
         """The clock of a round, or of a pass over prompts, that starts now, or when the round before it ended."""
-        return RoundClock(self._launched, self.now, self._ahead, behind)
+        return RoundClock(self._launched, self.now, self._to_come, behind, self.awaited)
 
     def count(self, outcome: Round, tokens: int, clock: RoundClock) -> None:
         self.rounds += 1

@@ -20,7 +20,7 @@ from typing import Any
 
 from forerun.core import registry
 from forerun.core.checks import refuse_special, shown
-from forerun.core.errors import InvalidInput
+from forerun.core.errors import InvalidInput, ModelNotFound
 from forerun.core.params import SpeculativeConfig
 
 BOX = Path(__file__).parent
@@ -115,6 +115,12 @@ def lora_base(folder: Path, box: Path = BOX) -> Path | None:
         return next((place for place in places if (place / "config.json").is_file()), None)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, RuntimeError):
         return None
+
+
+def must_be_folder(folder: Path) -> None:
+    """Raise where there is no folder to read a head from."""
+    if not folder.is_dir():
+        raise ModelNotFound(f"there is no folder {str(folder)!r}; give the folder of a trained head")
 
 
 def open_head(folder: Path) -> HeadFolder | None:

@@ -45,6 +45,7 @@ class Abilities:
     # it decides about chosen drafts on the device, also above temperature 0: drawn drafts would wait for the host
     decides: bool
     row_dtype: torch.dtype  # of hidden rows and heads, where its weights do not say
+    awaited: bool  # its passes run while the host does other work, and who reads a verdict waits for them
     clock: Clock = WALL  # what its passes are timed by, and all work around them
 
     @classmethod
@@ -60,6 +61,7 @@ ON_CPU = Abilities(
     captures=False,
     decides=False,
     row_dtype=torch.float32,
+    awaited=False,
 )
 ON_GPU = Abilities(
     overlap=2,
@@ -68,6 +70,7 @@ ON_GPU = Abilities(
     captures=True,
     decides=True,
     row_dtype=torch.bfloat16,
+    awaited=True,
 )
 
 

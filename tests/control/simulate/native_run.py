@@ -102,7 +102,7 @@ class RunSimulation:
         told = told or cost
         curve = CostModel({rows: told.pass_seconds(rows) for rows in QUICK})
         self.controller = AdaptiveController(curve, 60, 10, self.drafter.offer, lambda seq: True)
-        self._ahead: list[float] = []  # seconds of passes that were run for rounds to come
+        self._to_come: list[float] = []  # seconds of passes that were run for rounds to come
 
     def run(self) -> RunHistory:
         for name, texts in self.texts.items():
@@ -118,7 +118,7 @@ class RunSimulation:
 
     def _write(self, group: Group, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """The first token comes with the prompt."""
-        self._ahead, seq = [], self.known.start((prompt, answer), skip=1)
+        self._to_come, seq = [], self.known.start((prompt, answer), skip=1)
         while len(seq.tokens) < seq.max_length:
             self._round(group, seq, [*prompt, *answer])
         written = len(answer) - 1
@@ -135,18 +135,18 @@ class RunSimulation:
         (shape,), nodes = trees.topology(), trees.nodes - 1
         verdict, seconds = self.known.verdict([seq], trees), {"draft": 0.0, "verdict": 0.0}
         path = verdict.to_host()[0][0]
-        if self._ahead and not nodes:
-            seconds |= {"pass": self._ahead.pop(), "host": self.host.known}
+        if self._to_come and not nodes:
+            seconds |= {"pass": self._to_come.pop(), "host": self.host.known}
         else:
-            group.in_vain += len(self._ahead)
+            group.in_vain += len(self._to_come)
             own = self.host.drafted if nodes else self.host.plain
-            seconds |= {"pass": self._pass(1 + nodes) + self.pause, "host": own + sum(self._ahead)}
+            seconds |= {"pass": self._pass(1 + nodes) + self.pause, "host": own + sum(self._to_come)}
             runs = self._runs_on(whole, at + len(path) + 1) if shape.is_chain else 0
-            self._ahead = [self._pass(1) for _ in range(runs)]
+            self._to_come = [self._pass(1) for _ in range(runs)]
         self.drafter.observe([seq], trees, Scores(None), verdict)
         seq.tokens += committed_tokens(trees, verdict)[0]
         counts = (nodes,), (shape.deepest,), (len(path),)
-        self.controller.observe(Round((seq,), *counts, seconds, ahead=len(self._ahead)))
+        self.controller.observe(Round((seq,), *counts, seconds, ahead=len(self._to_come)))
         group.rounds, group.drafted = group.rounds + 1, group.drafted + nodes
         group.accepted, group.seconds = group.accepted + len(path), group.seconds + sum(seconds.values())
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,16 +36,13 @@ from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.compile.together import starts_early
 from forerun.models.cuda.device_trees import STEPS, LastRound
-from forerun.models.cuda.network import HEAD_DIMS, Buffers, Layer, Model, Run
+from forerun.models.cuda.network import HEAD_DIMS, Buffers, Layer, Model, Run, Steps
 from forerun.models.cuda.plan import LONGEST, MAX_ROWS
 from forerun.models.cuda.pool import has_compiled
 from forerun.models.cuda.steps.plain import PlainSteps, times
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import Packed, Role, Weight, WeightKind, interleaved, whole
 from forerun.models.pages import PAGE, TREE_MARGIN, PagePool, pages_for
-
-if TYPE_CHECKING:
-    from forerun.drafters.device.fused_head import FusedHeadSteps
 
 LIFTED_TO = 128.0  # root mean square of rows of whole numbers: 256 times as much is still held
 ResidualStart = Literal["features", "normed", "nothing"]  # "normed": the features behind their norm
@@ -247,6 +244,19 @@ def pick_fused(x: Tensor, queries: Tensor, lifts: Tensor, rows: Tensor) -> None:
     )  # fmt: skip
 
 
+class HeadSteps(Steps, Protocol):
+    """The steps of a head's pass: a target's, with another input step."""
+
+    def enter(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None:
+        """`sources`: which rows of `carried` to take; None = all, in order."""
+
+    def keys_and_values(self, run: Run, layer: int) -> None:
+        """What `qkv` finds, where nobody asks for queries."""
+
+    def pick(self, rows: Tensor) -> None:
+        """Go on with these rows only, in this order."""
+
+
 class PlainHeadSteps(PlainSteps):
     """In plain torch."""
 
@@ -257,7 +267,6 @@ class PlainHeadSteps(PlainSteps):
         self.lifts = torch.ones(MAX_ROWS, 1, device=model.device)
 
     def enter(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None:
-        """`sources`: which rows of `carried` to take; None = all, in order."""
         carried = carried if sources is None else carried.index_select(0, sources)
         model, rows, eps = self._head_model, run.size.rows, self.model.config.norm_eps
         if model.mix is not None:
@@ -279,11 +288,9 @@ class PlainHeadSteps(PlainSteps):
             self.lifts[:rows] = torch.as_tensor(squares + model.added, device=model.device).rsqrt()
 
     def keys_and_values(self, run: Run, layer: int) -> None:
-        """What `qkv` finds, where nobody asks for queries."""
         self.qkv(run, layer)
 
     def pick(self, rows: Tensor) -> None:
-        """Go on with these rows only, in this order."""
         pick_plainly((self.buffers.x, self.buffers.queries, self.lifts), rows)
 
     def attend(self, run: Run, layer: int) -> None:
@@ -331,7 +338,7 @@ class HeadNet:
             shape = len(model.layers), 2, config.kv_heads, PAGE * self.pool.size, config.head_dim
             # slots of rows that no draft depends on are never written, and read as part of a page: zeros are harmless
             self.kv = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self.steps: PlainHeadSteps | FusedHeadSteps
+        self.steps: HeadSteps
         if kernels == "triton":
             from forerun.drafters.device.fused_head import CompiledHeadSteps, FusedHeadSteps
 

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel, brief
-from forerun.heads import lora_base
+from forerun.heads import lora_base, must_be_folder
 from forerun.models.adapters import Adapter
 from forerun.models.layers import linear
 from forerun.models.load.weights import write_tensors
@@ -42,8 +42,7 @@ def write_config(folder: Path, values: Mapping[str, Any]) -> None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     folder = lora_base(folder) or folder
-    if not folder.is_dir():
-        raise ModelNotFound(f"there is no folder {str(folder)!r}; give the folder of a trained head")
+    must_be_folder(folder)
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

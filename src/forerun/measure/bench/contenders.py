@@ -15,11 +15,12 @@ import torch
 from forerun.api.llm import LLM
 from forerun.build.engine import (
     build_drafter,
+    check_names,
     choose_drafter,
-    drafts_with_checkpoint,
     load_target,
     needs_head,
     refuse_missing_head,
+    refuse_unfit_head,
     token_map,
 )
 from forerun.build.load import draft_models, drafting
@@ -58,18 +59,22 @@ def load(settings: Settings) -> tuple[LLM, CostModel]:
 
 
 def refuse_missing_parts(settings: Settings) -> None:
-    """Drafters whose head or second model is missing are refused before any weights are loaded."""
+    """Drafters whose head or second model is missing, or does not fit, are refused before any weights are loaded."""
     given = settings.draft_model
     for setup in settings.setups:
-        if setup.drafter is None or setup.head is not None:
+        if setup.drafter is None:
             continue
-        if drafts_with_checkpoint(setup.drafter) and given is None:
-            raise InvalidInput(f"the drafter {setup.name!r} needs a second model; add --draft-model NAME")
-        if needs_head(setup.drafter) and given is None:
+        if needs_head(setup.drafter) and (setup.head or given) is None:
             checkpoint = loading.open_checkpoint(settings.model)
             refuse_missing_head(
                 choose_drafter(SpeculativeConfig(setup.drafter), checkpoint, settings.device), checkpoint
             )
+        elif needs_head(setup.drafter) and setup.head is not None:
+            wanted = SpeculativeConfig(setup.drafter, draft_model=setup.head)
+            check_names(wanted)
+            refuse_unfit_head(wanted, loading.open_checkpoint(settings.model))
+        elif setup.head is None:
+            registry.drafters.spec(setup.drafter).refuse_missing_model(given)
 
 
 class Engines:

@@ -361,6 +361,14 @@ def find_model(name: str) -> Path:
     )
 
 
+def find_draft_model(name: str) -> Path:
+    """The same of a model to draft with; a name that is unknown may have been meant as a head's folder."""
+    try:
+        return find_model(name)
+    except UnknownName as error:
+        raise UnknownName(f"{error}; there is no folder {name!r} with a trained head either") from None
+
+
 def _checked_folder(folder: Path) -> Path:
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         inside = next(iter(sorted(folder.glob("*.gguf"))), None)
