@@ -25,7 +25,7 @@ from forerun.core.errors import ForerunError, ModelNotFound
 from forerun.models.load.weights import write_tensors
 from forerun.train.curves import evaluations, read_curve
 
-_CHECKPOINT = "checkpoint"
+_CHECKPOINT, _WEIGHTS = "checkpoint", ("weights.safetensors", "best.safetensors")
 
 
 def pack_run(run: Path, out: Path, *, state: bool = True) -> int:
@@ -37,8 +37,8 @@ def pack_run(run: Path, out: Path, *, state: bool = True) -> int:
     if state and (kept := run / _CHECKPOINT).is_dir():
         narrow = folder / _CHECKPOINT
         narrow.mkdir(exist_ok=True)
-        weights = load_file(kept / "weights.safetensors")
-        write_tensors(narrow / "weights.safetensors", {n: w.to(torch.bfloat16) for n, w in weights.items()})
+        for file in [file for name in _WEIGHTS if (file := kept / name).is_file()]:
+            write_tensors(narrow / file.name, {n: w.to(torch.bfloat16) for n, w in load_file(file).items()})
         write_tensors(narrow / "optimizer.safetensors", {})
         shutil.copy(kept / "run.json", narrow / "run.json")
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
