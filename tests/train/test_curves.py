@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from forerun.core.errors import InvalidInput
 from forerun.train import curves
-from forerun.train.curves import SMOOTH, draw, main, read_curve, smoothed
+from forerun.train.curves import SMOOTH, draw, main, places, read_curve, smoothed
 from tools import runs
 from tools.docs_figures import documents, figures
 
@@ -22,6 +23,7 @@ def run_folder(folder: Path, acceptances: Sequence[float], tested: dict[int, tup
     for step, acceptance in enumerate(acceptances):
         chain, tree = tested.get(step, (None, None))
         row = {"step": step, "acceptance": acceptance, "tokens_per_round": chain, "tree_tokens_per_round": tree}
+        row |= {"tokens": 1000 * step, "trained_seconds": 30.0 * step}
         rows.append(json.dumps(row))
     (folder / "log.jsonl").write_text("\n".join(rows) + "\n")
     return folder
@@ -63,6 +65,16 @@ def test_lines_are_where_the_numbers_are(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tree.get_ydata()) == [1.4, 2.2]
     assert list(second.get_xdata()) == [1], "steps that were not tested have no point"
     pyplot.close(figure)
+    for by, unit in (("tokens", 1e-6), ("minutes", 1 / 60)):
+        with monkeypatch.context() as patched:
+            patched.setattr(pyplot, "close", kept.append)
+            draw(folders, tmp_path / "curves.png", by)
+        left, right = kept[-1].axes
+        scale = {"tokens": 1000, "minutes": 30.0}[by] * unit
+        assert list(left.get_lines()[0].get_xdata()) == pytest.approx([0, scale])
+        assert list(right.get_lines()[2].get_xdata()) == pytest.approx([scale])
+        assert by in left.get_xlabel()
+        pyplot.close(kept[-1])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -70,12 +82,20 @@ def test_the_command_says_where_the_picture_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(curves, "draw", lambda folders, file: drawn.append((folders, file)))
-    main(["runs/a", "runs/b", "--plot", str(tmp_path / "x.png")])
-    assert drawn == [([Path("runs/a"), Path("runs/b")], tmp_path / "x.png")]
+    monkeypatch.setattr(curves, "draw", lambda *given: drawn.append(given))
+    main(["runs/a", "runs/b", "--by", "tokens", "--plot", str(tmp_path / "x.png")])
+    assert drawn == [([Path("runs/a"), Path("runs/b")], tmp_path / "x.png", "tokens")]
     assert capsys.readouterr().out == f"{tmp_path / 'x.png'}\n"
     with pytest.raises(SystemExit):
         main(["runs/a"])
+
+
+def test_a_log_without_tokens_is_plotted_by_steps_alone(tmp_path: Path) -> None:
+    rows = [{"step": 3}, {"step": 4, "tokens": 8}]  # an old run that was resumed
+    assert places(tmp_path, rows, "step") == [3, 4]
+    assert places(tmp_path, rows[1:], "tokens") == pytest.approx([8e-6])
+    with pytest.raises(InvalidInput, match=r"older version, without 'tokens'; use --by step"):
+        places(tmp_path, rows, "tokens")
 
 
 def test_a_race_has_minutes_and_tokens_of_every_run(tmp_path: Path) -> None:

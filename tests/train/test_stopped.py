@@ -177,6 +177,11 @@ def test_a_run_without_gain_ends_and_stays_at_its_end(
     assert record(killed)["best"]["step"] == 4  # of the checkpoint of step 5
     train(killed, seen.append)
     assert [progress.step for progress in seen[9:]] == [6, 7, 8]
+    for once, again in zip(seen[6:9], seen[9:], strict=True):  # both have seen the same texts
+        assert 0 < seen[5].tokens < once.tokens == again.tokens
+        assert seen[5].trained_seconds < once.trained_seconds
+    at_seven = [json.loads(line) for line in (tmp_path / "b" / "log.jsonl").read_text().splitlines()][7]
+    assert at_seven["trained_seconds"] > seen[10].seconds + seen[9].seconds  # those before the kill too
     train(replace(killed, patience=3), seen.append)
     assert seen[-1].step == 10
 
@@ -193,6 +198,10 @@ def test_best_weights_that_are_damaged_are_said_to_be(
         best = wrong if isinstance(wrong, str) else known["best"] | wrong
         (kept / "run.json").write_text(json.dumps(known | {"best": best}))
         with pytest.raises(DamagedFile, match="is damaged"):
+            train(options)
+    for wrong in ({"tokens": -1}, {"tokens": "9"}, {"seconds": float("nan")}, {"seconds": None}):
+        (kept / "run.json").write_text(json.dumps(known | wrong))
+        with pytest.raises(DamagedFile, match=r"is damaged \(it was saved after"):
             train(options)
     (kept / "run.json").write_text(json.dumps(known))
     (kept / "best.safetensors").write_bytes(b"")

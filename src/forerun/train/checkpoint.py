@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ class Saved:
     # parameter -> what the optimiser keeps of it; none before its first step
     moments: dict[str, dict[str, Tensor]]
     best: Best | None = None
+    tokens: int = 0  # seen so far
+    seconds: float = 0.0  # of all steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Best:
 
 def write_checkpoint(
     folder: Path, step: int, options: TrainOptions, named: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer, best: Best | None = None,
+    optimizer: torch.optim.Optimizer, best: Best | None = None, tokens: int = 0, seconds: float = 0.0,
 ) -> None:  # fmt: skip
     """Into `checkpoint` of a run's folder, in place of the one before."""
     part, kept, before = folder / "checkpoint.part", _kept(folder), folder / _BEFORE
@@ -74,7 +77,7 @@ def write_checkpoint(
         for key, value in state.get(i, {}).items():
             moments[f"{name}|{key}"] = torch.as_tensor(value).detach().clone()
     write_tensors(part / "optimizer.safetensors", moments)
-    known: dict[str, Any] = {"step": step, "options": asdict(options)}
+    known: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": seconds, "options": asdict(options)}
     if best is not None:
         write_tensors(part / "best.safetensors", best.weights)
         known["best"] = best.facts()
@@ -123,8 +126,11 @@ def read_checkpoint(folder: Path, options: TrainOptions, named: Mapping[str, nn.
         weights, flat = load_file(kept / "weights.safetensors"), load_file(kept / "optimizer.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise _damaged(kept, brief(error)) from None
+    tokens, seconds = known.get("tokens", 0), known.get("seconds", 0.0)  # none in older files
     if type(step) is not int or step < 0:
         raise _damaged(kept, f"it was saved at step {step!r:.40}")
+    if type(tokens) is not int or type(seconds) is not float or not (tokens >= 0 and 0 <= seconds < inf):
+        raise _damaged(kept, f"it was saved after {tokens!r:.40} tokens and {seconds!r:.40} seconds")
     moments: dict[str, dict[str, Tensor]] = {}
     for key, tensor in flat.items():
         name, _, kind = key.partition("|")
@@ -137,7 +143,7 @@ def read_checkpoint(folder: Path, options: TrainOptions, named: Mapping[str, nn.
         adam = dict.fromkeys(_MOMENTS[1:], tuple(parameter.shape)) | {"step": ()}
         if found and shapes not in (adam, {MOMENT: tuple(parameter.shape), "step": ()}):
             raise _damaged(kept, f"what the optimiser kept of {name!r} does not fit it")
-    return Saved(step, weights, moments, _read_best(kept, known, named))
+    return Saved(step, weights, moments, _read_best(kept, known, named), tokens, seconds)
 
 
 def _read_best(kept: Path, known: Mapping[str, Any], named: Mapping[str, nn.Parameter]) -> Best | None:

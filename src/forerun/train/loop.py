@@ -223,6 +223,8 @@ class Progress:
     tree_tokens_per_round: float | None = None
     walked_tokens_per_round: float | None = None  # chains of 5 through the texts of --measure-on
     seconds: float = 0.0  # that the step took
+    tokens: int = 0  # of answers, seen in all steps so far
+    trained_seconds: float = 0.0  # that all steps so far took, evaluations left out
 
 
 Report = Callable[[Progress], None]
@@ -241,7 +243,7 @@ class Trainer:
         self.walked_texts = _other_texts(options, corpus, recipe.vocabulary.vocab_size)
         self.named = {n: p for n, p in recipe.module().named_parameters() if p.requires_grad}
         self.optimizer = self._make_optimizer()
-        self.step = 0
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.best: Best | None = None
         self._hash = hash_of(options.measure_on) if options.measure_on else ""
 
@@ -314,7 +316,9 @@ class Trainer:
             raise InvalidInput(f"the loss is {said} at step {self.step}; resume with a lower --lr")
         seconds = perf_counter() - started
         speed = batch.tokens.numel() * share / seconds
-        return Progress(self.step, self.options.steps, said, float(acceptance), lr, speed, seconds=seconds)
+        self.tokens, self.seconds = self.tokens + int(batch.learnt.sum()) * share, self.seconds + seconds
+        progress = Progress(self.step, self.options.steps, said, float(acceptance), lr, speed, seconds=seconds)
+        return replace(progress, tokens=self.tokens, trained_seconds=self.seconds)
 
     def look(self) -> Progress:
         """Where a run stands before its first step, on held-back text."""
@@ -344,7 +348,8 @@ class Trainer:
             return measure(self.recipe, (self.tests.at(i) for i in range(count)), self.device)
 
     def save(self) -> None:
-        write_checkpoint(self.folder, self.step, self.options, self.named, self.optimizer, self.best)
+        spent = self.tokens, self.seconds
+        write_checkpoint(self.folder, self.step, self.options, self.named, self.optimizer, self.best, *spent)
 
     def _take(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
@@ -370,7 +375,7 @@ class Trainer:
         self.best = saved.best if saved.best is not None and saved.best.texts == self._hash else None
         state = {i: saved.moments[name] for i, name in enumerate(self.named) if name in saved.moments}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
-        self.step = saved.step
+        self.step, self.tokens, self.seconds = saved.step, saved.tokens, saved.seconds
         self._cut_log()
         return True
 
