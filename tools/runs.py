@@ -59,17 +59,17 @@ def race(folders: Sequence[Path]) -> dict[str, Any]:
     runs, rows, most = [evaluations(folder) for folder in folders], list[dict[str, Any]](), 0
     for folder, run in zip(folders, runs, strict=True):
         made = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-        steps = {
-            one["step"]: one for one in run["curve"] if one["walked_tokens_per_round"]
-        }  # a start may be there twice
+        # a start may be there twice
+        steps = {one["step"]: one for one in run["curve"] if one["walked_tokens_per_round"]}
         times, walked = minutes_at(read_curve(folder)), [*steps.values()]
         row = {"method": folder.name, "parameters": made["parameters"], "minutes": times[walked[-1]["step"]]}
         for i, one in enumerate(walked):
             row[f"at{i}"] = {"minutes": times[one["step"]], "tokens_per_round": one["walked_tokens_per_round"]}
-        rows.append(row | {"steps": walked[-1]["step"]})
+        rows.append(row | {"steps": walked[-1]["step"], "tokens": walked[-1]["tokens"]})
         most = max(most, len(walked))
     columns = {"method": ["method"], "parameters": ["parameters", ",d"], "steps": ["steps", ",d"]}
-    columns |= {"minutes": ["minutes", ".1f"]} | {f"at{i}": [f"evaluation {i}", ".2f"] for i in range(most)}
+    columns |= {"minutes": ["minutes", ".1f"], "tokens": ["answer tokens seen", ",d"]}
+    columns |= {f"at{i}": [f"evaluation {i}", ".2f"] for i in range(most)}
     return {
         "question": "Which drafter writes most tokens a round after as many minutes of training?",
         "command": "bash tools/train_heads.sh data race",
