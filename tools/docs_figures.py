@@ -249,6 +249,6 @@ def race(known: Documents | None = None) -> str:
         ]
         for row in rows
     ]
-    intro = "### Methods at equal minutes\n\nTokens per round, by minutes of training. " + found["conditions"]
+    intro = "### Methods at equal minutes\n\nTokens per round by minutes of training. " + found["conditions"]
     picture = f"![Tokens per round by training minutes](assets/{RACE}.svg)"
     return "\n\n".join([intro, picture, table(head, cells) + sources(found_in=RACE, known=known)])

@@ -113,7 +113,7 @@ def race(known: Documents | None = None) -> str:
     rows = race_rows((known or documents())[RACE])
     left, top, wide, high = 46, 36, 460, 260
     longest = max(row["curve"][-1][0] for row in rows)
-    most = ceil(max(value for row in rows for _, value in row["curve"]) * 2) / 2
+    most = max(1.5, ceil(max(value for row in rows for _, value in row["curve"]) * 2) / 2)
 
     def at(minutes: float, value: float) -> tuple[float, float]:
         return left + wide * minutes / longest, top + high * (most - value) / (most - 1)

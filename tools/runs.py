@@ -76,8 +76,8 @@ def race(folders: Sequence[Path]) -> dict[str, Any]:
         "commit": str(runs[0].get("commit", ""))[:7],
         "date": made["made"][:10],
         "machine": f"one {made['device']}, torch {made['versions']['torch']}",
-        "conditions": "Every method has learnt from the same texts for as long. Cells: minutes so far, and tokens per "
-        "round through greedy texts of the suite, chains of 5 or whole blocks.",
+        "conditions": "Every method has learnt from the same texts for as long. Counted: rounds through greedy "
+        "texts of the suite, in chains of 5 or whole blocks.",
         "raw_samples": [{"run": run["run"], "curve": run["curve"], "arguments": run.get("arguments")} for run in runs],
         "tables": {"curve": {"columns": columns, "rows": rows}},
     }

@@ -159,6 +159,10 @@ def test_a_race_has_a_section_and_a_plot_once_it_was_run() -> None:
     assert [line[-1] for line in heights] == sorted(line[-1] for line in heights)
     names = [(said.text, float(said.attrib["y"])) for said in drawn.iter(f"{space}text") if said.text in curves]
     assert [name for name, _ in names] == list(curves)
+    flat = [
+        row | {f"at{i}": {"minutes": i / 2, "tokens_per_round": 1.0} for i in range(3)} for row in rows
+    ]  # nothing learnt yet
+    assert plots({**known, RACE: {**facts, "tables": {"curve": {"rows": flat}}}})[new].count("<polyline") == 3
     assert all(below - above >= 14 for (_, above), (_, below) in pairwise(names)), "names do not cover each other"
 
 
