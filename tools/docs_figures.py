@@ -228,3 +228,39 @@ def method_table(known: Documents | None = None) -> str:
     head = ("drafter", "T=0, x plain", "tokens per round", "T=1, x plain", "training, min", "prompts", "T=0 at")
     runs = ("h200-spec-bench-all", "h200-spec-bench-heads", "h200-spec-bench-mtp")
     return table(head, rows) + sources(*runs, found_in="h200-spec-bench-default", known=known)
+
+
+RACE = "train-methods"
+
+
+def race_rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every method with its curve, `[minutes, tokens per round]` at each evaluation, the best at the end first."""
+    rows = [
+        row
+        | {"curve": [[row[key]["minutes"], row[key]["tokens_per_round"]] for key in row if re.fullmatch(r"at\d+", key)]}
+        for row in found["tables"]["curve"]["rows"]
+    ]
+    return sorted(rows, key=lambda row: -row["curve"][-1][1])
+
+
+def race(known: Documents | None = None) -> str:
+    """Tokens per round by minutes of training, of every method; nothing while there is no such document."""
+    those = known or documents()
+    if RACE not in those:
+        return ""
+    rows = race_rows(found := those[RACE])
+    most = max(len(row["curve"]) for row in rows)
+    ends = [[row["curve"][i][0] for row in rows if i < len(row["curve"])] for i in range(most)]
+    head = ["method", "parameters", "steps", *(f"after {number(sum(m) / len(m), '.2f')} min" for m in ends)]
+    cells = [
+        [
+            f"`{row['method']}`",
+            number(row["parameters"], ",d"),
+            number(row["steps"], ",d"),
+            *(number(row["curve"][i][1], ".2f") if i < len(row["curve"]) else "-" for i in range(most)),
+        ]
+        for row in rows
+    ]
+    intro = "### Methods at equal minutes\n\nTokens per round by minutes of training. " + found["conditions"]
+    picture = f"![Tokens per round by training minutes](assets/{RACE}.svg)"
+    return "\n\n".join([intro, picture, table(head, cells) + sources(found_in=RACE, known=known)])

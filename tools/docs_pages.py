@@ -99,6 +99,7 @@ FIGURES: dict[str, Callable[[measured.Documents | None], str]] = {
     "laptop": measured.laptop,
     "batch_line": measured.batch_line,
     "methods": measured.method_table,
+    "race": measured.race,
 }
 
 

@@ -7,9 +7,10 @@ everywhere: a test compares the files with what is drawn here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil
 from pathlib import Path
 
-from tools.docs_figures import Documents, documents, methods, number
+from tools.docs_figures import RACE, Documents, documents, methods, number, race_rows
 
 ASSETS = Path(__file__).parents[1] / "docs" / "assets"
 OURS, PEER, LIGHT, INK, GRID = "#00796b", "#e6873c", "#f3c9a0", "#333333", "#dddddd"
@@ -104,9 +105,43 @@ def drafters(known: Documents | None = None) -> str:
     return _picture(left + wide + 60, bottom + 26, "Every drafter on Spec-Bench", parts)
 
 
-PLOTS: dict[str, Callable[[], str]] = {"batches.svg": batches, "drafters.svg": drafters}
+_LINES = (OURS, PEER, "#3b6fb6", "#b03a5b", "#7a5cae", "#8a8a2c", "#5b5b5b", "#1f9ecf")
 
 
-def plots() -> dict[Path, str]:
-    """Every plot, as it should be."""
-    return {ASSETS / name: draw() for name, draw in PLOTS.items()}
+def race(known: Documents | None = None) -> str:
+    """Tokens per round by minutes of training, a line for each method, named at its end."""
+    rows = race_rows((known or documents())[RACE])
+    left, top, wide, high = 46, 36, 460, 260
+    longest = max(row["curve"][-1][0] for row in rows)
+    most = max(1.5, ceil(max(value for row in rows for _, value in row["curve"]) * 2) / 2)
+
+    def at(minutes: float, value: float) -> tuple[float, float]:
+        return left + wide * minutes / longest, top + high * (most - value) / (most - 1)
+
+    parts = [_text(8, 18, "Tokens per round by training minutes, equal for all", more=' font-weight="bold"')]
+    for tick in range(2, round(2 * most) + 1):
+        y = at(0, tick / 2)[1]
+        parts.append(f'<line x1="{left}" y1="{y:.1f}" x2="{left + wide}" y2="{y:.1f}" stroke="{GRID}"/>')
+        parts.append(_text(left - 6, y + 4, number(tick / 2, ".1f"), "end"))
+    for tick in range(5):
+        x = at(longest * tick / 4, 1)[0]
+        parts.append(_text(x, top + high + 18, number(longest * tick / 4, ".2f"), "middle"))
+    lowest = top - 14.0
+    for place, row in enumerate(rows):
+        points = [at(*point) for point in row["curve"]]
+        fill, y = _LINES[place % len(_LINES)], max(points[-1][1] + 4, lowest + 14)  # names keep their distance
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{fill}" stroke-width="2"/>')
+        parts += [_box(left + wide + 8, y - 8, 8, 8, fill), _text(left + wide + 22, y, row["method"])]
+        lowest = y
+    return _picture(left + wide + 100, max(top + high, round(lowest)) + 26, "Training methods at equal minutes", parts)
+
+
+PLOTS: dict[str, Callable[[Documents | None], str]] = {"batches.svg": batches, "drafters.svg": drafters}
+
+
+def plots(known: Documents | None = None) -> dict[Path, str]:
+    """Every plot, as it should be; that of a race once there was one."""
+    drawn = {ASSETS / name: draw(known) for name, draw in PLOTS.items()}
+    raced = {ASSETS / f"{RACE}.svg": race(known)} if RACE in (known or documents()) else {}
+    return drawn | raced

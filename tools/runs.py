@@ -25,7 +25,7 @@ from forerun.core.errors import ForerunError, ModelNotFound
 from forerun.models.load.weights import write_tensors
 from forerun.train.curves import evaluations, read_curve
 
-_CHECKPOINT = "checkpoint"
+_CHECKPOINT, _WEIGHTS = "checkpoint", ("weights.safetensors", "best.safetensors")
 
 
 def pack_run(run: Path, out: Path, *, state: bool = True) -> int:
@@ -37,8 +37,8 @@ def pack_run(run: Path, out: Path, *, state: bool = True) -> int:
     if state and (kept := run / _CHECKPOINT).is_dir():
         narrow = folder / _CHECKPOINT
         narrow.mkdir(exist_ok=True)
-        weights = load_file(kept / "weights.safetensors")
-        write_tensors(narrow / "weights.safetensors", {n: w.to(torch.bfloat16) for n, w in weights.items()})
+        for file in [file for name in _WEIGHTS if (file := kept / name).is_file()]:
+            write_tensors(narrow / file.name, {n: w.to(torch.bfloat16) for n, w in load_file(file).items()})
         write_tensors(narrow / "optimizer.safetensors", {})
         shutil.copy(kept / "run.json", narrow / "run.json")
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -59,25 +59,25 @@ def race(folders: Sequence[Path]) -> dict[str, Any]:
     runs, rows, most = [evaluations(folder) for folder in folders], list[dict[str, Any]](), 0
     for folder, run in zip(folders, runs, strict=True):
         made = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-        steps = {
-            one["step"]: one for one in run["curve"] if one["walked_tokens_per_round"]
-        }  # a start may be there twice
+        # a start may be there twice
+        steps = {one["step"]: one for one in run["curve"] if one["walked_tokens_per_round"]}
         times, walked = minutes_at(read_curve(folder)), [*steps.values()]
         row = {"method": folder.name, "parameters": made["parameters"], "minutes": times[walked[-1]["step"]]}
         for i, one in enumerate(walked):
             row[f"at{i}"] = {"minutes": times[one["step"]], "tokens_per_round": one["walked_tokens_per_round"]}
-        rows.append(row | {"steps": walked[-1]["step"]})
+        rows.append(row | {"steps": walked[-1]["step"], "tokens": walked[-1]["tokens"]})
         most = max(most, len(walked))
     columns = {"method": ["method"], "parameters": ["parameters", ",d"], "steps": ["steps", ",d"]}
-    columns |= {"minutes": ["minutes", ".1f"]} | {f"at{i}": [f"evaluation {i}", ".2f"] for i in range(most)}
+    columns |= {"minutes": ["minutes", ".1f"], "tokens": ["answer tokens seen", ",d"]}
+    columns |= {f"at{i}": [f"evaluation {i}", ".2f"] for i in range(most)}
     return {
         "question": "Which drafter writes most tokens a round after as many minutes of training?",
         "command": "bash tools/train_heads.sh data race",
         "commit": str(runs[0].get("commit", ""))[:7],
         "date": made["made"][:10],
         "machine": f"one {made['device']}, torch {made['versions']['torch']}",
-        "conditions": "Every method has learnt from the same texts for as long. Cells: minutes so far, and tokens per "
-        "round through greedy texts of the suite, chains of 5 or whole blocks.",
+        "conditions": "Every method has learnt from the same texts for as long. Counted: rounds through greedy "
+        "texts of the suite, in chains of 5 or whole blocks.",
         "raw_samples": [{"run": run["run"], "curve": run["curve"], "arguments": run.get("arguments")} for run in runs],
         "tables": {"curve": {"columns": columns, "rows": rows}},
     }

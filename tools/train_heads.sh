@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train heads of the default model on one GPU, in stages that are short and can be repeated: each resumes.
 #
-#   M=SmolLM2-135M-Instruct.Q4_1.gguf S=spec_bench.jsonl P=prompts.jsonl bash tools/train_heads.sh STAGE
+#   M=SmolLM2-135M-Instruct.Q4_1.gguf S=spec_bench.jsonl P=prompts.jsonl bash tools/train_heads.sh STAGE...
 #
 #   data      texts of the target's own to learn from, and its greedy answers to the suite S, which are never learnt
 #   box       the EAGLE-3 head of the package, trained further with Muon, loops cut (INNER: another width of its MLP;
@@ -21,7 +21,8 @@
 #   block-check   tokens per round of DSpark and DFlash, chains of 8, decoded for the suite
 #   medusa2-check tokens per round of Medusa-2 on its own target, exact and typical acceptance
 #   race      METHODS (all that draft for such a model) one by one, each for MINUTES (2) on the same texts, its rate falling to
-#             the end; their curves as a result document, methods.json. Stops after CALL seconds (540): call it again
+#             the end; their curves as a result document, methods.json. Ends after CALL seconds (540), with those of the
+#             stages before it, with code 3 where something is left: call it again. A method that fails holds up no other
 #   table     `python -m lab spec` with every head that was trained, and those of the package (TABLE_SECONDS: its limit)
 #   pack      into OUT what the next machine needs to use or continue RUNS, in parts of 15 MB; PARTS: which of them;
 #             PACK=--heads-only: what it needs to use them
@@ -51,11 +52,14 @@ CHECK=(--target "$M" --suite "$S" --only chain --temperatures 0 --limit "${PROMP
        --max-tokens "${ANSWER:-256}" --batch 32 --device "$DEVICE")
 
 say() { echo "$(date +%T) $*"; }
-data() { python -m forerun data make --target "$M" --device "$DEVICE" "$@"; }
+data() { # --out FOLDER flags...; nothing where it is whole
+    [ ! -e "$2/provenance.json" ] || return 0
+    python -m forerun data make --target "$M" --device "$DEVICE" "$@"
+}
 train() { # METHOD OUT flags...; stopped after LIMIT seconds: code 124
     local code=0
     say "$1 into $2"
-    timeout --signal=INT "$LIMIT" python -m forerun train "$1" --out "$2" "${TRAIN[@]}" "${@:3}" || code=$?
+    timeout --signal=INT --kill-after=60 "$LIMIT" python -m forerun train "$1" --out "$2" "${TRAIN[@]}" "${@:3}" || code=$?
     [ $code -ne 124 ] || say "stopped after $LIMIT s; the same stage goes on from $2/checkpoint"
     [ $code -eq 0 ] || exit $code
 }
@@ -77,6 +81,7 @@ keep() { # RUN files...; into OUT, where there is one
     for file in "${@:2}"; do [ ! -e "$1/$file" ] || cp "$1/$file" "$OUT/$1/"; done
 }
 warm() { # compile every step once on a handful of texts, while others are written
+    [ ! -e warm.log ] || return 0
     data --out tiny --own-prompts 200 --temperatures 0 --max-length 192 --batch 256 --seed 5 > warm.log 2>&1
     local flags=(--target "$M" --data tiny --max-length 192 --batch-tokens 8192 --holdout 0.2 --device "$DEVICE"
                  --steps 3 --eval-every 3 --eval-batches 1 $COMPILE)
@@ -87,7 +92,7 @@ warm() { # compile every step once on a handful of texts, while others are writt
     python -m forerun train mtp --out warm/mtp "${flags[@]}" --vocab 16384 >> warm.log 2>&1
 }
 
-METHODS=${METHODS:-eagle3 hass medusa hydra dspark dflash2 causal peagle} MINUTES=${MINUTES:-2} CALL=${CALL:-540} TRIAL=${TRIAL:-24}
+METHODS=${METHODS:-eagle3 hass medusa hydra dspark dflash2 causal peagle} MINUTES=${MINUTES:-2} CALL=${CALL:-540} TRIAL=${TRIAL:-24} LEAST=${LEAST:-60}
 flags_of() { # what a method is called by `forerun train`, and its recipe
     case $1 in
     eagle3) echo eagle3 "${EAGLE3[@]}" --lr 1e-3 ;;
@@ -98,26 +103,49 @@ flags_of() { # what a method is called by `forerun train`, and its recipe
     *) echo "$1" "${BLOCK[@]}" --lr "${BLOCK_LR:-2e-3}" ;;
     esac
 }
-race() { # METHOD: as many steps as fit into MINUTES, by the speed of a short trial; nothing if it is done
-    local flags run=race/$1 left=$((CALL - SECONDS)) data="${RACE_DATA:-first,own,long}"
-    [ ! -e "$run/config.json" ] || return 0
-    [ $left -gt 60 ] || { say "$CALL s are over; call race again for $1 and those behind it"; return 3; }
+race() { # METHOD: as many steps as fit into MINUTES, by the speed of a short trial; code 124 where the call is over
+    local flags run=race/$1 left=$((CALL - SECONDS - 20)) steps # 20: to write the head and the document
+    [ ! -e "$run.done" ] || return 0
+    [ $left -gt "$LEAST" ] || return 124
     read -ra flags <<< "$(flags_of "$1")"
-    flags+=(--data "$data" --cut-loops "${CUT:-32}" --batch-tokens "$TOKENS")
-    if [ ! -s "race/$1.steps" ]; then # in a folder of its own
-        (LIMIT=$left && train "${flags[0]}" "race/trial-$1" "${flags[@]:1}" --steps "$TRIAL" --eval-every 100000 > "race/$1.trial" 2>&1) || return 3
+    flags+=(--data "${RACE_DATA:-first,own,long}" --cut-loops "${CUT:-32}" --batch-tokens "$TOKENS")
+    if [ ! -s "$run.steps" ]; then # in a folder of its own, without a look at the suite
+        (LIMIT=$left && train "${flags[0]}" "$run-trial" "${flags[@]:1}" --measure-on "" --steps "$TRIAL" \
+            --eval-every 100000 --eval-batches 1 > "$run.log" 2>&1) || return $?
         python -c 'import json, statistics, sys
 rows = [json.loads(line) for line in open(sys.argv[1])]
 each = statistics.median(row["seconds"] for row in rows if row["step"] > len(rows) // 3)
-print(max(4, int(60 * float(sys.argv[2]) / each)))' "race/trial-$1/log.jsonl" "$MINUTES" > "race/$1.steps"
-        left=$((CALL - SECONDS))
-        [ $left -gt 30 ] || return 3
+print(max(4, int(60 * float(sys.argv[2]) / each)))' "$run-trial/log.jsonl" "$MINUTES" > "$run.steps" || return 1
+        rm -rf "$run-trial"
+        left=$((CALL - SECONDS - 20))
+        [ $left -gt 30 ] || return 124
     fi
-    local steps; steps=$(cat "race/$1.steps")
-    (LIMIT=$left && train "${flags[0]}" "$run" "${flags[@]:1}" --steps "$steps" --eval-every $((steps / 4 + 1))) || return 3
-    rm -rf "race/trial-$1"
+    steps=$(cat "$run.steps")
+    (LIMIT=$left && train "${flags[0]}" "$run" "${flags[@]:1}" --steps "$steps" --eval-every $((steps / 4 + 1)) \
+        --save-every $((steps / 8 + 1)) >> "$run.log" 2>&1) || return $?
+    touch "$run.done"
+}
+race_all() { # code 3: call it again
+    local method code=0 found=() failed=()
+    mkdir -p race
+    for method in $METHODS; do
+        code=0
+        race "$method" || code=$?
+        case $code in
+        0) say "$method: $(tail -n 1 "race/$method.log")" && found+=("race/$method") ;;
+        124 | 137) break ;;
+        *) say "$method failed: $(tail -n 3 "race/$method.log")" && failed+=("$method") && code=0 ;;
+        esac
+    done
+    if [ ${#found[@]} -gt 0 ]; then
+        python "$ROOT/tools/runs.py" race "${found[@]}" --out methods.json
+        [ -z "${OUT:-}" ] || { mkdir -p "$OUT" && cp methods.json "$OUT/"; }
+    fi
+    [ $code -eq 0 ] || { say "$CALL s are over; call race again for $method and those behind it" && exit 3; }
+    [ ${#failed[@]} -eq 0 ] || exit 1
 }
 
+stage() {
 case ${1:?name a stage} in
 data)
     [ -z "$COMPILE" ] || { warm || say "warming failed: $(tail -n 1 warm.log)"; } &
@@ -200,12 +228,7 @@ medusa2-check)
         --target medusa2/target --temperatures 0.7 1 | tee medusa2-check.jsonl
     ;;
 race)
-    mkdir -p race
-    for method in $METHODS; do race "$method" || break; done
-    done=()
-    for method in $METHODS; do [ ! -e "race/$method/config.json" ] || done+=("race/$method"); done
-    [ ${#done[@]} -eq 0 ] || python "$ROOT/tools/runs.py" race "${done[@]}" --out methods.json
-    [ -z "${OUT:-}" ] || { mkdir -p "$OUT" && cp methods.json "$OUT/"; }
+    race_all
     ;;
 table)
     found=$(trained | paste -sd,)
@@ -231,3 +254,7 @@ unpack)
     ;;
 esac
 say "$1 done"
+}
+
+[ $# -gt 0 ] || stage ""
+for name in "$@"; do stage "$name"; done

@@ -92,5 +92,7 @@ def _run(folder: Path, target: Path) -> None:
     copytree(target, folder / "target")
     texts = [Text([1 + (3 * i + j) % (VOCAB - 1) for j in range(12 + i % 9)], 3, 1.0, i) for i in range(40)]
     write_shard(folder / "texts" / "shard-00000.safetensors", texts)
+    others = [Text([1 + (7 * i + j) % (VOCAB - 1) for j in range(20)], 5, 0.0, i) for i in range(3)]
+    write_shard(folder / "others" / "shard-00000.safetensors", others)
     with chdir(folder):
         train(train_options(steps=2))

@@ -33,7 +33,9 @@ class Words:
 
     eos_ids = frozenset({0})
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True, *, tools: Any = None
+    ) -> str:
         return "<u>" + str(messages[0]["content"]) + "</u><a>"
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:

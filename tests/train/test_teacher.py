@@ -116,6 +116,11 @@ def test_every_process_takes_its_own_batches(tiny: Checkpoint, texts: Path, tmp_
     assert all(torch.equal(batch.tokens, trainer.batches.at(i).tokens) for batch, i in zip(seen, (1, 3), strict=True))
     assert other.reduced == 2 * len(trainer.named)
     assert not trainer.is_main
+    # all stop at the same step: what they count is the mean
+    trainer.walked_texts, other.reduce = trainer.tests, lambda mean, how: mean + 1  # type: ignore[method-assign]
+    added = trainer.walk()
+    trainer.accelerator = None
+    assert added == pytest.approx((trainer.walk() or 0) + 1)
 
 
 def test_a_device_that_is_not_there() -> None:

@@ -117,6 +117,8 @@ def test_the_curve_of_a_run_is_written_as_json_and_survives_resumption(
     assert [row["step"] for row in run["curve"]] == [0, 2, 4, 6]
     assert all(row["walked_tokens_per_round"] >= 1 for row in run["curve"])
     assert run["arguments"]["method"] == "hydra"
+    made = json.loads((tmp_path / "a" / "provenance.json").read_text())
+    assert made["best"]["tokens_per_round"] == max(row["walked_tokens_per_round"] for row in run["curve"])
 
 
 def test_prompts_that_are_learnt_from_cannot_be_measured_on(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:

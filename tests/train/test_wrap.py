@@ -24,8 +24,10 @@ from forerun.train.data.prompts import (
     Passage,
     Prompt,
     Renderer,
+    Sources,
     Wrapper,
     as_messages,
+    made_up,
     read_passages,
 )
 from forerun.train.data.writer import Order, Written
@@ -44,8 +46,11 @@ class Vocabulary:
         self._ids: dict[str, int] = {"": END}
         self._words = [""]
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        return "".join(f" <{m['role']}> {m['content']} </>" for m in messages) + " <assistant>"
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True, *, tools: Any = None
+    ) -> str:
+        head = f" <tools> {json.dumps(tools)}" if tools else ""
+        return head + "".join(f" <{m['role']}> {m['content']} </>" for m in messages) + " <assistant>"
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         words = re.findall(r"\s*\S+|\s+$", text)
@@ -180,6 +185,8 @@ def test_prompts_hold_passages_and_what_was_asked(tmp_path: Path) -> None:
     firsts = {text.split(".")[0] for text in spoken}
     for wrapped in wrapper.wrap(120):
         messages = as_messages(wrapped.prompt)
+        if wrapped.kind in ("tools", "maths"):
+            continue
         if wrapped.kind == "turns":
             assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2) + ["user"]
             assert all(m["content"] in spoken for m in messages[1::2])  # never cut
@@ -189,6 +196,52 @@ def test_prompts_hold_passages_and_what_was_asked(tmp_path: Path) -> None:
         else:
             assert sum(first in messages[0]["content"] for first in firsts) in range(1, 5)
             assert (wrapped.kind == "retrieve") == ("Tell me about number" in messages[0]["content"])
+
+
+def test_what_was_made_up_fits_together() -> None:
+    """Every slot can be filled, and a function requires what it has."""
+    known = made_up()
+    said = [ask for function in known["functions"] for ask in function["asks"]]
+    said += [words for part in known["maths"].values() for words in part]
+    slots = {slot for words in said for slot in re.findall(r"\{(\w+)\}", words)}
+    assert slots == {*known["slots"], "small", "n", "big", "text", "problem"}
+    for function in known["functions"]:
+        assert set(function["parameters"]["required"]) <= set(function["parameters"]["properties"])
+    assert len({function["name"] for function in known["functions"]}) == len(known["functions"])
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+def test_functions_are_offered_as_the_template_does_or_in_words(tmp_path: Path, has_template: bool) -> None:
+    _, words, passages = wrapper_of(tmp_path / "run", limit=600)
+    tokenizer = words if has_template else Sources(words)
+    render, asks, fitting = Renderer(tokenizer), made_up()["functions"], 0
+    wrapper = Wrapper(tokenizer, passages, 600, 0)
+    made = [wrapped for _ in range(40) if (wrapped := wrapper._try("tools", passages[0], 500))]
+    assert len(made) == 40
+    for wrapped in made:
+        assert isinstance(wrapped.prompt, dict)
+        asked = wrapped.prompt["messages"][0]["content"]
+        functions = [tool["function"] for tool in wrapped.prompt["tools"]]
+        assert "{" not in asked
+        read = words.decode(render(wrapped.prompt))
+        assert wrapped.length == len(render(wrapped.prompt)) <= 600
+        assert asked in read
+        assert all(json.dumps(function) in read for function in functions)
+        assert ("<tools>" in read) is has_template
+        assert ("You can call these functions" in read) is not has_template
+        offered = {function["name"] for function in functions}
+        forms = [ask for function in asks if function["name"] in offered for ask in function["asks"]]
+        patterns = [re.sub(r"\\\{\w+\\\}", ".+", re.escape(form)) for form in forms]
+        fitting += any(re.fullmatch(pattern, asked, re.DOTALL) for pattern in patterns)
+    assert 30 <= fitting < 40  # sometimes no function fits
+
+
+def test_problems_of_maths_are_whole_and_differ(tmp_path: Path) -> None:
+    wrapper, _, passages = wrapper_of(tmp_path / "run", limit=600)
+    made = [wrapped.prompt for wrapped in wrapper.wrap(600) if wrapped.kind == "maths"]
+    assert len(made) == len(set(map(str, made))) > 30
+    assert all(isinstance(prompt, str) and "{" not in prompt and re.search(r"\d", prompt) for prompt in made)
+    assert len(passages) == 120
 
 
 def program(number: int, lines: int = 8) -> str:

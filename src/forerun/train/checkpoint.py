@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from forerun.models.load.weights import write_tensors
 from forerun.train.options import DataOptions, TrainOptions
 
 # may change between resumptions
-_FREE = ("steps", "eval_every", "eval_batches", "measure_on", "save_every", "device", "compile", "out")
+_FREE = ("steps", "eval_every", "eval_batches", "measure_on", "patience", "save_every", "device", "compile", "out")
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW
+_BEST = {"texts": str, "step": int, "tokens_per_round": float, "since": int}  # facts about the best weights
 MOMENT = "momentum_buffer"  # what Muon keeps of a matrix
 _BEFORE = "checkpoint.before"  # the folder of the checkpoint before, while the next one takes its place
 
@@ -41,11 +43,29 @@ class Saved:
     weights: dict[str, Tensor]
     # parameter -> what the optimiser keeps of it; none before its first step
     moments: dict[str, dict[str, Tensor]]
+    best: Best | None = None
+    tokens: int = 0  # seen so far
+    seconds: float = 0.0  # of all steps
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The weights that wrote most tokens per round through the texts of --measure-on."""
+
+    texts: str  # the hash of these texts
+    step: int
+    tokens_per_round: float
+    weights: dict[str, Tensor]
+    since: int = 0  # evaluations in a row that were no better
+
+    def facts(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _BEST}
 
 
 def write_checkpoint(
-    folder: Path, step: int, options: TrainOptions, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> None:
+    folder: Path, step: int, options: TrainOptions, named: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer, best: Best | None = None, tokens: int = 0, seconds: float = 0.0,
+) -> None:  # fmt: skip
     """Into `checkpoint` of a run's folder, in place of the one before."""
     part, kept, before = folder / "checkpoint.part", _kept(folder), folder / _BEFORE
     shutil.rmtree(part, ignore_errors=True)
@@ -57,7 +77,11 @@ def write_checkpoint(
         for key, value in state.get(i, {}).items():
             moments[f"{name}|{key}"] = torch.as_tensor(value).detach().clone()
     write_tensors(part / "optimizer.safetensors", moments)
-    (part / "run.json").write_text(json.dumps({"step": step, "options": asdict(options)}, indent=1))
+    known: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": seconds, "options": asdict(options)}
+    if best is not None:
+        write_tensors(part / "best.safetensors", best.weights)
+        known["best"] = best.facts()
+    (part / "run.json").write_text(json.dumps(known, indent=1))
     shutil.rmtree(before, ignore_errors=True)
     if kept.exists():
         kept.replace(before)
@@ -80,15 +104,15 @@ def refuse_another_run(folder: Path, options: TrainOptions) -> None:
 
 
 def _read_run(folder: Path, options: TrainOptions) -> Any:
-    """The step as the file has it; the settings are those of the run."""
+    """What the file says; the settings are those of the run."""
     kept = _kept(folder)
     try:
         known = json.loads((kept / "run.json").read_text(encoding="utf-8"))
-        step, theirs = known["step"], dict(known["options"])
+        _, theirs = known["step"], dict(known["options"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(kept, brief(error)) from None
     _must_be_ours(folder, theirs, options)
-    return step
+    return known
 
 
 def read_checkpoint(folder: Path, options: TrainOptions, named: Mapping[str, nn.Parameter]) -> Saved | None:
@@ -96,13 +120,17 @@ def read_checkpoint(folder: Path, options: TrainOptions, named: Mapping[str, nn.
     kept = _kept(folder)
     if not (kept / "run.json").is_file():
         return None
-    step = _read_run(folder, options)
+    known = _read_run(folder, options)
+    step = known["step"]
     try:
         weights, flat = load_file(kept / "weights.safetensors"), load_file(kept / "optimizer.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise _damaged(kept, brief(error)) from None
+    tokens, seconds = known.get("tokens", 0), known.get("seconds", 0.0)  # none in older files
     if type(step) is not int or step < 0:
         raise _damaged(kept, f"it was saved at step {step!r:.40}")
+    if type(tokens) is not int or type(seconds) is not float or not (tokens >= 0 and 0 <= seconds < inf):
+        raise _damaged(kept, f"it was saved after {tokens!r:.40} tokens and {seconds!r:.40} seconds")
     moments: dict[str, dict[str, Tensor]] = {}
     for key, tensor in flat.items():
         name, _, kind = key.partition("|")
@@ -115,7 +143,20 @@ def read_checkpoint(folder: Path, options: TrainOptions, named: Mapping[str, nn.
         adam = dict.fromkeys(_MOMENTS[1:], tuple(parameter.shape)) | {"step": ()}
         if found and shapes not in (adam, {MOMENT: tuple(parameter.shape), "step": ()}):
             raise _damaged(kept, f"what the optimiser kept of {name!r} does not fit it")
-    return Saved(step, weights, moments)
+    return Saved(step, weights, moments, _read_best(kept, known, named), tokens, seconds)
+
+
+def _read_best(kept: Path, known: Mapping[str, Any], named: Mapping[str, nn.Parameter]) -> Best | None:
+    if not (facts := known.get("best")):
+        return None
+    try:
+        weights = load_file(kept / "best.safetensors")
+        kinds = {name: type(facts[name]) for name in _BEST}
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise _damaged(kept, brief(error)) from None
+    if kinds != _BEST or any(n not in weights or weights[n].shape != p.shape for n, p in named.items()):
+        raise _damaged(kept, "the best weights are not those of this run")
+    return Best(weights=weights, **{name: facts[name] for name in _BEST})
 
 
 def _must_be_ours(folder: Path, theirs: Mapping[str, Any], options: TrainOptions) -> None:

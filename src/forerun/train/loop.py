@@ -12,14 +12,15 @@ Tokens per round are simulated on held-back text, which counts as the target's o
 accepted as long as each drafted token equals the text's: then the next level saw exactly what it would see in a real
 round, so the count is what a chain would have had (and, with any of the likeliest few instead of the first, an upper
 bound for a tree). That is a mean over all rows. A decoder starts a round behind what the last one accepted, so hard
-places count more: `walk` goes through greedy text in this way and finds what decoding it would have counted.
+places count more: `walk` goes through greedy text in this way and finds what decoding it would have counted. With
+--measure-on that count, never the loss, decides which weights are written and (--patience) when a run ends.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -32,8 +33,8 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.drafters.heads.base import Calibration
-from forerun.train.checkpoint import MOMENT, read_checkpoint, write_checkpoint
-from forerun.train.data.corpus import Batch, Batches, Corpus
+from forerun.train.checkpoint import MOMENT, Best, read_checkpoint, write_checkpoint
+from forerun.train.data.corpus import Batch, Batches, Corpus, hash_of
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.base import Measured, Recipe, loss_of, shifted
 
@@ -222,6 +223,8 @@ class Progress:
     tree_tokens_per_round: float | None = None
     walked_tokens_per_round: float | None = None  # chains of 5 through the texts of --measure-on
     seconds: float = 0.0  # that the step took
+    tokens: int = 0  # of answers, seen in all steps so far
+    trained_seconds: float = 0.0  # that all steps so far took, evaluations left out
 
 
 Report = Callable[[Progress], None]
@@ -240,22 +243,25 @@ class Trainer:
         self.walked_texts = _other_texts(options, corpus, recipe.vocabulary.vocab_size)
         self.named = {n: p for n, p in recipe.module().named_parameters() if p.requires_grad}
         self.optimizer = self._make_optimizer()
-        self.step = 0
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.best: Best | None = None
+        self._hash = hash_of(options.measure_on) if options.measure_on else ""
 
     @property
     def is_main(self) -> bool:
         return self.accelerator is None or bool(self.accelerator.is_main_process)
 
     def run(self, report: Report) -> Measured:
-        """Train from the current step to the last; returns the last measurement."""
+        """Train from the current step to the last, or until nothing is gained; returns what is said of the result."""
         self.resume()
         measured: Measured | None = None
         saved = perf_counter()
-        if self.step == 0 and self.walked_texts is not None and self.is_main:
+        if self.step == 0 and self.walked_texts is not None:
             begun = self.look()
-            self._log(begun)
-            report(begun)
-        while self.step < self.options.steps:
+            if self.is_main:
+                self._log(begun)
+                report(begun)
+        while self.step < self.options.steps and not self.has_peaked:
             progress = self.one_step()
             ends = self.step == self.options.steps
             if self.step % self.options.eval_every == 0 or ends:
@@ -265,9 +271,25 @@ class Trainer:
                 self._log(progress)
                 report(progress)
                 late = perf_counter() - saved > SAVE_SECONDS
-                if self.step % self.options.save_every == 0 or late or ends:
+                if self.step % self.options.save_every == 0 or late or ends or self.has_peaked:
                     self.save()
                     saved = perf_counter()
+        return self.result(measured)
+
+    @property
+    def has_peaked(self) -> bool:
+        return self.best is not None and 0 < self.options.patience <= self.best.since
+
+    @property
+    def best_step(self) -> int:
+        """Of the weights that are written."""
+        return self.step if self.best is None else self.best.step
+
+    def result(self, measured: Measured | None = None) -> Measured:
+        """Take the best weights, where some were kept; what was measured of those that are now in the module."""
+        if self.best is not None and self.best.step != self.step:
+            self._take(self.best.weights)
+            measured = None
         return measured or self.measure()
 
     def one_step(self) -> Progress:
@@ -294,7 +316,9 @@ class Trainer:
             raise InvalidInput(f"the loss is {said} at step {self.step}; resume with a lower --lr")
         seconds = perf_counter() - started
         speed = batch.tokens.numel() * share / seconds
-        return Progress(self.step, self.options.steps, said, float(acceptance), lr, speed, seconds=seconds)
+        self.tokens, self.seconds = self.tokens + int(batch.learnt.sum()) * share, self.seconds + seconds
+        progress = Progress(self.step, self.options.steps, said, float(acceptance), lr, speed, seconds=seconds)
+        return replace(progress, tokens=self.tokens, trained_seconds=self.seconds)
 
     def look(self) -> Progress:
         """Where a run stands before its first step, on held-back text."""
@@ -310,7 +334,12 @@ class Trainer:
             return None
         with self._precision():
             found = walk(self.recipe, (texts.at(i) for i in range(len(texts))), self.device)
-        return None if found is None or not found[1] else found[0] / found[1]
+        if found is None or not found[1]:
+            return None
+        mean = torch.tensor(found[0] / found[1], device=self.device, dtype=torch.float64)
+        if self.accelerator is not None:  # all must stop at the same step
+            mean = self.accelerator.reduce(mean, "mean")
+        return float(mean)
 
     def measure(self) -> Measured:
         """Simulated tokens per round on held-back text."""
@@ -319,19 +348,34 @@ class Trainer:
             return measure(self.recipe, (self.tests.at(i) for i in range(count)), self.device)
 
     def save(self) -> None:
-        write_checkpoint(self.folder, self.step, self.options, self.named, self.optimizer)
+        spent = self.tokens, self.seconds
+        write_checkpoint(self.folder, self.step, self.options, self.named, self.optimizer, self.best, *spent)
+
+    def _take(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.named.items():
+                parameter.copy_(weights[name])
+
+    def _compare(self, walked: float | None) -> None:
+        """Keep the weights if none were better."""
+        if walked is None:
+            return
+        if self.best is not None and walked <= self.best.tokens_per_round:
+            self.best = replace(self.best, since=self.best.since + 1)
+        else:
+            weights = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.named.items()}
+            self.best = Best(self._hash, self.step, walked, weights)
 
     def resume(self) -> bool:
         """Go on from the checkpoint in the folder, if there is one of this run."""
         saved = read_checkpoint(self.folder, self.options, self.named)
         if saved is None:
             return False
-        with torch.no_grad():
-            for name, parameter in self.named.items():
-                parameter.copy_(saved.weights[name])
+        self._take(saved.weights)
+        self.best = saved.best if saved.best is not None and saved.best.texts == self._hash else None
         state = {i: saved.moments[name] for i, name in enumerate(self.named) if name in saved.moments}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
-        self.step = saved.step
+        self.step, self.tokens, self.seconds = saved.step, saved.tokens, saved.seconds
         self._cut_log()
         return True
 
@@ -368,11 +412,13 @@ class Trainer:
         return nullcontext()
 
     def _with_measured(self, progress: Progress, measured: Measured) -> Progress:
+        walked = self.walk()
+        self._compare(walked)
         return replace(
             progress,
             tokens_per_round=measured.tokens_per_round,
             tree_tokens_per_round=measured.tree_tokens_per_round,
-            walked_tokens_per_round=self.walk(),
+            walked_tokens_per_round=walked,
         )
 
     def _log(self, progress: Progress) -> None:

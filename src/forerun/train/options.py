@@ -85,8 +85,9 @@ class TrainOptions:
         0, "Cut answers that repeat themselves so many tokens behind the first repetition; 0 is never."
     )
     measure_on: str = told(
-        "", "A folder of greedy texts of other prompts; at each evaluation rounds through them are counted."
+        "", "A folder of greedy texts of other prompts: rounds through them are counted, the best evaluation is kept."
     )
+    patience: int = told(0, "Stop after so many evaluations in a row that --measure-on found no better; 0 is never.")
     init: str = told("", "The folder of a finished head of the same method and shape to start from.")
     steps: int = told(2000, "Optimiser steps in all.")
     batch_tokens: int = told(16384, "Tokens per step.")
@@ -162,6 +163,8 @@ class TrainOptions:
         windowed = (*EAGLES, *BLOCKS)
         _check(not self.window or self.method in windowed, "window", self.window, f"only for {', '.join(windowed)}")
         _check(not self.packed or self.method != "specdec", "packed", self.packed, "not for specdec")
+        _check(self.patience >= 0, "patience", self.patience, "0 (never) or more")
+        _check(not self.patience or bool(self.measure_on), "patience", self.patience, "0, or give --measure-on DIR")
         _check(not self.joint or self.method == "medusa", "joint", self.joint, "only for medusa")
         _check(self.width >= 0 and self.width % WIDTHS == 0, "width", self.width, f"multiples of {WIDTHS}")
         _check(not self.width or self.method == "eagle3", "width", self.width, "only for eagle3")

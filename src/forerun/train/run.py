@@ -88,10 +88,14 @@ def train(
         measured = trainer.run(report)
     except KeyboardInterrupt:
         if trainer.is_main and trainer.resume():  # a step may be half made: the last that was saved is whole
-            _write(trainer, trainer.measure(), checkpoint, start, perf_counter() - started)
-            say(f"stopped: {folder} holds the drafter of step {trainer.step}; the same command goes on from there")
+            goes_on = f"the same command goes on from step {trainer.step}"
+            _write(trainer, trainer.result(), checkpoint, start, perf_counter() - started)
+            say(f"stopped: {folder} holds the drafter of step {trainer.best_step}; {goes_on}")
         raise
     if trainer.is_main:
+        if (best := trainer.best) is not None:
+            through = f"{best.tokens_per_round:.3f} tokens per round through the texts of --measure-on"
+            say(f"step {best.step} of {trainer.step} is written: {through}")
         _write(trainer, measured, checkpoint, start, perf_counter() - started)
     return measured
 
@@ -105,6 +109,8 @@ def _write(trainer: Trainer, measured: Measured, checkpoint: Checkpoint, start: 
     learnt = sum(parameter.numel() for parameter in trainer.named.values())
     facts: dict[str, Any] = {"data_hash": hash_of(options.data), "parameters": learnt}
     facts |= {"minutes": round(seconds / 60, 1), "step": trainer.step, "measured": asdict(measured)}
+    if trainer.best is not None:
+        facts["best"] = trainer.best.facts()
     if start is not None:
         facts["init"] = start.record()
     write_provenance(folder, options, **facts)

@@ -5,6 +5,7 @@ them, which is close to its domain without needing any data. Near-duplicates are
 over word triples, in bands; two prompts that agree in a band are taken for the same. A `Tally` counts them.
 
 `Wrapper` makes long prompts from passages: a text to summarise or to search, code to edit, a conversation to continue.
+Beside these come calls of tools and maths, out of requests.json: functions, requests and problems that we made up.
 Summaries, translations and answers from documents follow long prompts, which a target seldom writes well and which
 cost a step per token to write. Here the passages exist already, and only the wording is added. Kinds come in
 fixed shares, lengths vary, and all is a function of the passages and the seed.
@@ -23,6 +24,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,7 +39,8 @@ from forerun.train.data.folder import shards_of
 _BANDS, _DEPTH = 4, 3
 _ODD, _SALT = np.random.default_rng(0).integers(1, 1 << 62, (2, _BANDS * _DEPTH), dtype=np.uint64) | np.uint64(1)
 _HIGH = np.uint64(32)  # the high half of a product
-Prompt = str | list[dict[str, str]]  # one question, or the messages of a conversation
+# one question, the messages of a conversation, or {"messages": ..., "tools": the functions that may be called}
+Prompt = str | list[dict[str, str]] | dict[str, list[dict[str, Any]]]
 _MARK = "\x02forerun\x03"  # placeholder for the user's message while the template is split
 
 
@@ -46,7 +49,9 @@ class Chats(Protocol):
 
     eos_ids: frozenset[int]
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True) -> str: ...
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True, *, tools: Any = None
+    ) -> str: ...
     def encode(self, text: str, add_special: bool = True) -> list[int]: ...
     def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -75,7 +80,9 @@ def around_user_turn(tokenizer: Chats) -> tuple[str, str]:
     return before, after
 
 
-def as_messages(prompt: Prompt) -> list[dict[str, str]]:
+def as_messages(prompt: Prompt) -> list[dict[str, Any]]:
+    if isinstance(prompt, dict):
+        return prompt["messages"]
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
@@ -90,7 +97,8 @@ class Renderer:
     def __call__(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self._tokenizer.encode(f"{self._before}{prompt}{self._after}", add_special=False)
-        return self._tokenizer.encode(self._tokenizer.chat_text(prompt), add_special=False)
+        tools = prompt["tools"] if isinstance(prompt, dict) else None
+        return self._tokenizer.encode(self._tokenizer.chat_text(as_messages(prompt), tools=tools), add_special=False)
 
 
 class Sources:
@@ -99,8 +107,12 @@ class Sources:
     def __init__(self, tokenizer: Chats) -> None:
         self._tokenizer, self.eos_ids = tokenizer, tokenizer.eos_ids
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True) -> str:
-        return str(messages[-1]["content"])
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True, *, tools: Any = None
+    ) -> str:
+        said = str(messages[-1]["content"])
+        functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools or ())
+        return TOOLS.format(functions=functions, request=said) if tools else said
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """With the tokens that begin or end every text."""
@@ -162,14 +174,16 @@ class Tally:
 
 # A drafter sees every wording many times, so they differ in length, place (before or after the text) and manner.
 SHARES: Mapping[str, float] = {  # of the prompts that are made from passages of prose
-    "summarise": 0.24,
-    "retrieve": 0.24,
-    "turns": 0.16,
+    "summarise": 0.20,
+    "retrieve": 0.20,
+    "turns": 0.14,
     "translate": 0.10,
-    "sentence": 0.06,
-    "rework": 0.08,
+    "sentence": 0.05,
+    "rework": 0.06,
     "point": 0.04,
-    "extract": 0.08,
+    "extract": 0.07,
+    "tools": 0.08,
+    "maths": 0.06,
 }
 CODE_SHARES: Mapping[str, float] = {  # of those made from passages that hold code
     "edit": 0.60,
@@ -282,6 +296,12 @@ EDIT: Sequence[str] = (  # {name} is a function or class of the code
     "Rewrite the code below as a class with methods. Keep the logic.\n\n{code}",
     "Port this to another programming language of your choice:\n\n{code}",
 )
+
+TOOLS = (  # for a model without a chat template
+    "You can call these functions:\n{functions}\n\nTo call one, reply with nothing but "
+    '{{"name": <function>, "arguments": {{...}}}}. If none fits, answer in words.\n\n{request}'
+)
+_INVENTED = frozenset(("tools", "maths"))  # kinds whose wording repeats: no two are the same, but they may be alike
 
 LEAST = 60  # tokens of a passage
 _FENCED = re.compile(r"```[\w+#-]*\n.*?\n```", re.DOTALL)
@@ -420,6 +440,8 @@ class Wrapper:
             "point": lambda passage, room: self._about(POINT, passage, room),
             "extract": lambda passage, room: self._about(EXTRACT, passage, room),
             "edit": self._edit,
+            "tools": self._tools,
+            "maths": lambda passage, room: self._maths(),
         }
 
     def wrap(self, count: int) -> Iterator[Wrapped]:
@@ -428,7 +450,7 @@ class Wrapper:
 
     def _series(self) -> Iterator[Wrapped]:
         prose, code = Counter[str](), Counter[str]()  # how many were made of either
-        novelty = {kind: Novelty() for kind in self._makers}
+        novelty, invented = {kind: Novelty() for kind in self._makers}, set[str]()
         short = 0
         for _ in SHARES:
             for passage in self._random.sample(self.passages, len(self.passages)):
@@ -438,7 +460,9 @@ class Wrapper:
                 goal = self._goal(short < _SHORT_SHARE * (prose.total() + code.total() + 1))
                 for kind in sorted(lacking, key=lacking.__getitem__):
                     wrapped = self._try(kind, passage, goal)
-                    if wrapped and novelty[wrapped.kind].is_new(_words(wrapped.prompt)):
+                    words = _words(wrapped.prompt) if wrapped else ""
+                    if wrapped and (words not in invented if kind in _INVENTED else novelty[kind].is_new(words)):
+                        invented.add(words)
                         made[wrapped.kind] += 1
                         short += wrapped.length < _SHORT
                         yield wrapped
@@ -511,12 +535,51 @@ class Wrapper:
         name = self._random.choice(names) if names else ""
         return self._random.choice(fitting).replace("{name}", name).replace("{code}", code)
 
+    def _tools(self, passage: Passage, room: int) -> Prompt:
+        """A request among the functions that may answer it; one time in eight none of them does."""
+        most = 2 if room < _SHORT else 5
+        some = self._random.sample(made_up()["functions"], self._random.randint(2, most))
+        wanted, offered = some[0], some[1:] if self._random.random() < 1 / 8 else self._random.sample(some, len(some))
+        asked = self._filled(self._random.choice(wanted["asks"])).replace("{text}", passage.shortened(room // 2).text)
+        return {"messages": [{"role": "user", "content": asked}], "tools": tools_of(offered)}
+
+    def _maths(self) -> Prompt:
+        """A sum, or a story of one to three steps."""
+        words, pick = made_up()["maths"], self._random.choice
+        if self._random.random() < 1 / 3:
+            return self._filled(pick(words["short"]))
+        steps = self._random.sample(words["steps"], self._random.randint(1, 3))
+        story = " ".join([pick(words["starts"]), *steps, pick(words["ends"])])
+        return self._filled(pick(words["manners"]).replace("{problem}", story))
+
+    def _filled(self, words: str) -> str:
+        """Slots of one name hold the same text, but for numbers."""
+        drawn = {name: self._random.choice(texts) for name, texts in made_up()["slots"].items()}
+        sizes = {"small": (2, 9), "n": (11, 99), "big": (120, 980)}
+
+        def one(slot: re.Match[str]) -> str:
+            name = slot[1]
+            return str(self._random.randint(*sizes[name])) if name in sizes else drawn.get(name, slot[0])
+
+        return re.sub(r"\{(\w+)\}", one, words)
+
     def _about(self, words: Sequence[str], passage: Passage, room: int) -> Prompt:
         text = passage.shortened(room).text
         return self._random.choice(words).format(text=text, language=self._language())
 
     def _language(self) -> str:
         return self._random.choice(LANGUAGES)
+
+
+@cache
+def made_up() -> Any:
+    """Functions, requests for them, problems of maths, and what fills their {slots}."""
+    return json.loads(Path(__file__).with_name("requests.json").read_text(encoding="utf-8"))
+
+
+def tools_of(functions: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    keys = ("name", "description", "parameters")
+    return [{"type": "function", "function": {key: function[key] for key in keys}} for function in functions]
 
 
 def _words(prompt: Prompt) -> str:
