@@ -183,6 +183,24 @@ def batch_line(known: Documents | None = None) -> str:
     )
 
 
+def load_table(known: Documents | None = None) -> str:
+    """What the default gains by batch size in the newest run, beside the run in which vLLM was timed."""
+    found = known or documents()
+    newest, beside = (found[name]["commit"] for name in ("h200-mixtures-8b", "h200-batches-8b"))
+    rows = []
+    for then in found["h200-batches-8b"]["tables"]["batches"]["rows"]:
+        runs = found["h200-mixtures-8b"]["tables"]["mixtures"]["rows"]
+        now = next(row for row in runs if row["batch"] == then["batch"] and row["code"].startswith(newest))
+        whole = [then[key] for key in ("plain", "default", "vllm_plain", "vllm_head")]
+        ratios = [cell(then[key], ".2fx") for key in ("gain", "plain_over", "default_over")]
+        first = [number(then["batch"], "d"), number(now["plain"], ",d"), number(now["default"], ".2fx")]
+        rows.append([*first, *(number(value, ",d") for value in whole), *ratios])
+    head = ["batch", f"{newest}: plain, tokens/s", f"{newest}: default, x plain"]
+    head += [f"{beside}: plain, tokens/s", "default, tokens/s", "vLLM plain", "vLLM with the head"]
+    head += [f"{beside}: default, x plain", "plain over vLLM's", "default over vLLM's"]
+    return table(head, rows) + sources("h200-batches-8b", found_in="h200-mixtures-8b", known=known)
+
+
 def methods(known: Documents | None = None) -> list[dict[str, Any]]:
     """Every drafter on Spec-Bench at the cost of an 8B, each from its newest run, the fastest first."""
     found = known or documents()

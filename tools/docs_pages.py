@@ -98,6 +98,7 @@ FIGURES: dict[str, Callable[[measured.Documents | None], str]] = {
     "gains": measured.gain_table,
     "laptop": measured.laptop,
     "batch_line": measured.batch_line,
+    "load": measured.load_table,
     "methods": measured.method_table,
     "race": measured.race,
 }

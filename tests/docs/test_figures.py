@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.readme.pages import ROOT, name_of
-from tools.docs_figures import documents, number
+from tools.docs_figures import documents, load_table, number
 from tools.docs_pages import pages
 from tools.docs_plots import batches, drafters, plots
 
@@ -97,6 +97,13 @@ def test_negative_control_a_changed_document_changes_the_pages_and_the_plots() -
     assert batches(changed) != batches()
     changed["h200-spec-bench-default"]["tables"]["t0"]["rows"][0]["all"][0] = 9.99
     assert drafters(changed) != drafters()
+
+
+def test_negative_control_the_newer_run_of_the_batch_sizes_is_on_the_page() -> None:
+    changed: Any = deepcopy(dict(documents()))
+    changed["h200-mixtures-8b"]["tables"]["mixtures"]["rows"][-1]["default"] = 9.99
+    assert load_table(changed) != load_table()
+    assert "9.99x" in pages(changed)[BENCHMARKS]
 
 
 def test_negative_control_a_figure_without_a_document_is_found() -> None:
