@@ -249,7 +249,7 @@ class SpeculativeConfig:
 class EngineConfig:
     """Where and how large the engine runs. `from_dict` also takes vLLM's and llama-cpp-python's names."""
 
-    # auto = a GGUF file's own types or float32 on a CPU, bfloat16 on a GPU; gguf = a file's own types on both
+    # auto = what the file has packed, else float32 (CPU) or bfloat16 (GPU); gguf = a GGUF file's own types on both
     dtype: Dtype = "auto"
     device: str = "auto"
     max_batch: int | None = None  # sequences decoded together; None = by device, cores and KV memory
