@@ -68,6 +68,29 @@ def test_vllm_habits() -> None:
     assert (config.drafter, config.draft_model, config.budget) == ("auto", "small", 3)
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"quantization": "fp8"}, "fp8"),
+        ({"dtype": "auto", "quantization": "int8"}, "int8"),
+        ({"dtype": "w4", "quantization": "w4"}, "w4"),
+        ({"dtype": "int8", "quantization": None}, "int8"),
+        ({"dtype": "int8", "quantization": "auto"}, "int8"),
+        ({"dtype": "bfloat16", "quantization": "fp8"}, "two formats for the same weights; give one of them"),
+        ({"torch_dtype": "int8", "quantization": "int8"}, "'dtype' was given twice"),
+        ({"quantization": "gptq"}, "quantization='gptq' is no format to load weights in: auto, .*; leave it out"),
+    ],
+    ids=str,
+)
+def test_quantization_is_the_number_format_by_another_name(given: dict[str, Any], found: str) -> None:
+    if " " not in found:
+        assert EngineConfig.from_dict(given).dtype == found
+        return
+    with pytest.raises(InvalidInput, match=found) as caught:
+        EngineConfig.from_dict(given)
+    assert "\n" not in str(caught.value)
+
+
 def test_an_unknown_drafter_names_the_nearest() -> None:
     with pytest.raises(UnknownName, match="did you mean 'ngram'"):
         drafters.get("n-gram")

@@ -201,7 +201,7 @@ def number_formats() -> str:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     rows = []
     for name in get_args(Dtype):
-        kernels = "a GGUF file's own, else float32" if name == "auto" else YES if name in get_args(Mode) else NO
+        kernels = "as the file packs it, else float32" if name == "auto" else YES if name in get_args(Mode) else NO
         rows.append((f"`{name}`", kernels, _computed_in(name, cpu), _computed_in(name, gpu)))
     return table(("`dtype`", "C kernels (CPU)", "torch or transformers (CPU)", "GPU"), rows)
 

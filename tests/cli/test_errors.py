@@ -75,6 +75,24 @@ def test_a_misspelt_flag_exits_with_2(forerun: Run, flags: list[str]) -> None:
     assert "Value error" not in ran.err
 
 
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_two_formats_for_the_same_weights_are_refused(command: str, forerun: Run) -> None:
+    said = only_line(forerun(command, "smollm2", "--dtype", "int8", "--quantization", "fp8"))
+    assert "--dtype int8 and --quantization fp8 are two formats for the same weights; give one of them" in said
+    said = only_line(forerun(command, "smollm2", "--quantization", "awq"))
+    assert "--quantization awq is no format to load weights in: auto, float32" in said
+    assert "leave it out for a checkpoint that is quantised already" in said
+
+
+def test_quantization_is_dtype_by_another_name(forerun: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings.of({"quantization": "w4"}).engine.dtype == "w4"
+    seen = list[str]()
+    monkeypatch.setattr("forerun.cli.serve._load_and_run", lambda given, *_: seen.append(given["engine"]["dtype"]))
+    for flags in (["--quantization", "fp8"], ["--dtype", "int8"], []):
+        assert forerun("serve", "smollm2", *flags).code == 0
+    assert seen == ["fp8", "int8", "auto"]
+
+
 def test_an_unknown_kv_cache_format_is_refused_before_anything_is_measured(forerun: Run) -> None:
     said = only_line(forerun("quality", "--kv-dtypes", "int8,int4"))
     assert "unknown KV cache format 'int4'; known: auto, int8, fp8" in said

@@ -21,7 +21,7 @@ check() {
     echo "$name: exit $?" >>"$out/$name.log"
 }
 if [ "$what" = tests ]; then
-    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled target rounds adapters company gemma others sized latent formats hybrids states walks"
+    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled target rounds adapters company gemma others sized latent formats hybrids states walks texts rows"
     groups=" ${*:-$all} "
     for name in $groups; do
         case " $all " in *" $name "*) ;; *) echo "no group $name: there are $all" && exit 2 ;; esac
@@ -50,6 +50,8 @@ if [ "$what" = tests ]; then
     check formats tests/gpu/test_head_formats.py -m gpu &
     check compiling tests/gpu/test_compiling.py &
     check compiled tests/gpu/test_compiled.py tests/gpu/test_weight_products.py tests/gpu/test_file_weights.py tests/gpu/test_gguf_weights.py -m gpu &
+    check texts tests/gpu/test_packed_texts.py -m gpu -k "drafted or wrongly" &
+    check rows tests/gpu/test_packed_texts.py -m gpu -k "not drafted and not wrongly" &
     check target tests/gpu/test_target.py tests/gpu/test_pages.py tests/gpu/test_kv_bytes.py tests/gpu/test_warm_up.py tests/gpu/test_tensor_parallel.py -m gpu -k "not zz" &
     check rounds tests/gpu/test_batch_texts.py tests/gpu/test_encoder_decoder.py tests/gpu/test_pass_clock.py \
         tests/gpu/test_starters_beside_trees.py tests/gpu/test_successors.py tests/gpu/test_switching.py -m gpu &

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.build.engine import _refuse_kv_dtype, held_as, keeps_packed
+from forerun.build.load import bytes_packed
+from forerun.cli import doctor
 from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.core.params import EngineConfig
 from forerun.core.types import Needs, TreeBatch
@@ -32,7 +34,7 @@ from forerun.testing import FakeSeq, random_tree
 from forerun.verify.greedy import device_walk
 from tests.gpu.tiny import need_cuda
 from tests.models.gguf_blocks import MIXTURES, random_rows, write_mixture
-from tests.models.tiny_gguf import VOCAB
+from tests.models.tiny_gguf import VOCAB, write_tiny
 
 gguf = pytest.importorskip("gguf")
 np = pytest.importorskip("numpy")
@@ -123,6 +125,36 @@ def test_a_model_holds_every_weight_packed(mixture: str, family: str, head: str 
     for layer, expected in zip(model.layers, FORMATS[mixture], strict=True):
         formats = [each.format for each in (layer.qkv, layer.o, layer.gate_up, layer.down) if isinstance(each, Strips)]
         assert " ".join(formats) == expected.replace("None", "bf16")
+
+
+@pytest.mark.parametrize(("mixture", "family", "head"), CASES)
+def test_doctor_says_how_many_bytes_a_model_takes_packed(
+    mixture: str, family: str, head: str | None, tmp_path: Path
+) -> None:
+    checkpoint, weights = opened(tmp_path, mixture, family, head)
+    config, device = DecoderConfig.from_hf(checkpoint.config), torch.device("cpu")
+    model = Model(config, weights, torch.bfloat16, device, "file", compiled=True)
+    held = [model.embedding, model.final_norm]
+    for layer in model.layers:
+        held += [layer.attention_norm, layer.mlp_norm, layer.qkv, layer.o, layer.gate_up, layer.down]  # type: ignore[list-item]
+        held += [] if layer.qkv_bias is None else [layer.qkv_bias]
+    of_head = model.head.nbytes * VOCAB // 128  # this one has rows for 128 tokens
+    assert StoredBlocks(weights, config, device).nbytes() == sum(each.nbytes for each in held) + of_head
+    file = str(tmp_path / "model.gguf")
+    packed = bytes_packed(file)
+    assert packed is not None
+    assert packed[0] < packed[1] == sum(2 * weights[name].numel() for name in weights)
+    said = [f"{size / 1e6:.0f} MB" for size in packed]
+    ending = f"; a Hopper GPU would hold {said[0]} of them with --dtype gguf, {said[1]} in bfloat16"
+    assert doctor._weights(file).found.endswith(ending)
+
+
+def test_nothing_is_said_of_a_file_that_cannot_stay_packed(tmp_path: Path) -> None:
+    """Its widths are no multiples of 128, or it has experts."""
+    for name in ("llama", "mixtral"):
+        file = write_tiny(tmp_path / f"{name}.gguf", name)
+        assert bytes_packed(str(file)) is None
+        assert "Hopper" not in doctor._weights(str(file)).found
 
 
 def test_no_numbers_are_left_once_a_model_is_loaded(tmp_path: Path) -> None:

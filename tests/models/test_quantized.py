@@ -80,6 +80,7 @@ FORMATS = {
         family="qwen2",
     ),
 }  # fmt: skip
+PACKED = ("awq", "awq-mixed", "gptq", "gptq-v2")  # on a CPU: scales of 16 bits, see tests/native/test_packed_files.py
 MODULE = "model.layers.1.mlp.down_proj"
 TEXT = [3, 9, 27, 14, 5, 40, 33, 8, 21, 17, 2, 6]
 
@@ -109,7 +110,7 @@ def test_weights_logits_and_texts_are_those_of_the_dequantised_model(name: str, 
     torch.testing.assert_close(logits_of(tmp_path), reference_logits(model, TEXT)[1:], rtol=1e-4, atol=1e-4)
     expected = model.generate(torch.tensor([TEXT]), max_new_tokens=24, do_sample=False, eos_token_id=1)[0, len(TEXT) :]
     params = SamplingParams(max_tokens=24, temperature=0.0)
-    with LLM(str(tmp_path), device="cpu", drafter="ngram") as llm:
+    with LLM(str(tmp_path), device="cpu", dtype="float32", drafter="ngram") as llm:
         assert llm.generate([TEXT], params)[0].token_ids == expected.tolist()
 
 
@@ -120,7 +121,8 @@ def test_the_format_is_said_in_one_line(name: str, tmp_path: Path, caplog: pytes
     with caplog.at_level(logging.INFO):
         load_target(open_checkpoint(str(tmp_path)), EngineConfig(device="cpu", kv_slots=64))
     lines = [record.getMessage() for record in caplog.records if FORMATS[name].said in record.getMessage()]
-    assert lines == [f"{tmp_path}: {FORMATS[name].said}, dequantised to float32"]
+    held = "kept packed" if name in PACKED else "dequantised to float32"
+    assert lines == [f"{tmp_path}: {FORMATS[name].said}, {held}"]
     unused = [record.getMessage() for record in caplog.records if "are ignored" in record.getMessage()]
     static = name in ("fp8-tensor", "fp8-autofp8")
     assert unused == (
@@ -311,7 +313,7 @@ def test_mixed_precision_takes_the_scheme_of_a_name_before_that_of_a_class(tmp_p
 
 def test_doctor_says_what_a_checkpoint_is_held_as(tmp_path: Path) -> None:
     made.write(tmp_path, FORMATS["awq"])
-    assert doctor._weights(str(tmp_path)).found == f"{tmp_path}: {FORMATS['awq'].said}, dequantised to float32"
+    assert doctor._weights(str(tmp_path)).found == f"{tmp_path}: {FORMATS['awq'].said}, kept packed"
     made.change(tmp_path, {"quant_method": "exl3"})
     refused = doctor._weights(str(tmp_path))
     assert not refused.ok

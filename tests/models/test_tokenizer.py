@@ -368,6 +368,9 @@ def test_a_folder(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ModelNotFound, match=r"tokenizer\.json"):
         tokenizer_from_folder(tmp_path, {})
+    (tmp_path / "tekken.json").write_text("{}")  # as folders of Mistral's own library have it
+    with pytest.raises(UnsupportedModel, match=r"tekken\.json alone.*put the tokenizer\.json .* GGUF file"):
+        tokenizer_from_folder(tmp_path, {})
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from torch import Tensor
 from forerun import LLM, SamplingParams
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.models.config import DecoderConfig
+from forerun.models.families import WRAPPED
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.shapes import check_shapes
 from tests.models.tiny_checkpoints import VOCAB, make_decoder, score_chain
@@ -31,6 +32,12 @@ _SIGLIP = {
     "patch_size": 14,
 }  # fmt: skip
 _QWEN = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 40}
+_DELTA_NET = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12, "linear_conv_kernel_dim": 3, "rope_parameters": {
+        "rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5},
+}  # fmt: skip
 SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
         "Gemma3ForConditionalGeneration",
@@ -79,6 +86,31 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "routed_scaling_factor": 1.7},
         {**_QWEN, "out_hidden_size": 40},
     ),
+    "gemma4": (  # as E2B
+        "Gemma4ForConditionalGeneration",
+        {"num_hidden_layers": 4, "head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "num_kv_shared_layers": 2,
+         "use_double_wide_mlp": True, "hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": VOCAB,
+         "final_logit_softcapping": 5.0, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16},
+    ),
+    "qwen2_vl": (
+        "Qwen2VLForConditionalGeneration",
+        {"hidden_size": 48, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 2, 3], "rope_theta": 1e4}},
+        {"embed_dim": 16, "hidden_size": 48, "depth": 1, "num_heads": 2},
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        {**_DELTA_NET, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        {**_QWEN, "num_position_embeddings": 16},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForConditionalGeneration",
+        {**_DELTA_NET, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+         "shared_expert_intermediate_size": 28},
+        {**_QWEN, "num_position_embeddings": 16},
+    ),
 }  # fmt: skip
 TEXT = [2 + 7 * i % (VOCAB - 2) for i in range(30)]
 Make = Callable[[str], tuple[Any, Path]]
@@ -125,6 +157,10 @@ def _must_agree(folder: Path, model: Any) -> None:
     torch.testing.assert_close(_logits_of(folder), wanted, atol=1e-4, rtol=0)
 
 
+def test_every_wrapped_type_is_here() -> None:
+    assert {name.partition("-")[0] for name in SETTINGS} == set(WRAPPED)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_logits_equal_transformers(name: str, make: Make) -> None:
     model, folder = make(name)
@@ -156,9 +192,10 @@ def _copied(folder: Path, into: Path, config: dict[str, Any], rename: Callable[[
     return into
 
 
-def test_the_first_files_have_no_settings_of_their_own_for_text(make: Make, tmp_path: Path) -> None:
-    """Qwen2.5-VL as it was released: flat settings, another rope's name, and names without `language_model`."""
-    model, folder = make("qwen2_5_vl")
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_the_first_files_have_no_settings_of_their_own_for_text(name: str, make: Make, tmp_path: Path) -> None:
+    """Qwen2-VL and 2.5 as they were released: flat, another rope's name, and names without `language_model`."""
+    model, folder = make(name)
     config = json.loads((folder / "config.json").read_text())
     text = config.pop("text_config")
     rope = {"type": "mrope", "mrope_section": [1, 2, 3]}

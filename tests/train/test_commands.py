@@ -175,11 +175,15 @@ def test_check_measures_acceptance(tiny: Checkpoint, tmp_path: Path, monkeypatch
     assert "EAGLE-3, 32 wide" in report.about
 
 
-def test_recurrent_hybrids_are_trained_for_and_checked(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "name", ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "deepseek_v3", "qwen3_next"))]
+)
+def test_targets_of_every_kind_are_trained_for_and_checked(
+    name: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Recurrent states, sinks and experts, latent attention."""
     target, head = tmp_path / "target", tmp_path / "head"
-    save(make_reference("lfm2"), target)
+    save(make_reference(name), target)
     words = ["train", "eagle3", "--target", str(target), "--data", str(texts), "--out", str(head)]
     ended = CliRunner().invoke(app, [*words, *SMALL.split()])
     assert ended.exit_code == 0, ended.output

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from forerun.build.engine import make_engine
 from forerun.core import registry
@@ -191,11 +192,24 @@ def test_nonsense_options_are_refused() -> None:
             TrainOptions(**{"method": "eagle", "target": "t", "data": "d", "out": "o", **wrong})  # type: ignore[arg-type]
 
 
+def with_wide_layers(tiny: Checkpoint, folder: Path) -> Checkpoint:
+    """The same model with MLPs of 64, as groups of 32 need them: what is added is zero."""
+    folder.mkdir()
+    weights = {name: tiny.weights[name].clone() for name in tiny.weights}
+    for name, weight in weights.items():
+        more = 64 - tiny.config["intermediate_size"]
+        if "mlp" in name:
+            weights[name] = torch.nn.functional.pad(weight, (0, more) if "down" in name else (0, 0, 0, more))
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**tiny.config, "intermediate_size": 64}))
+    return open_checkpoint(str(folder))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "w4"])
 def test_a_head_learns_for_a_quantised_target(kind: Rounding, tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     """As it will be served: the head reads the rows of the rounded weights, and knows that checkpoint as its target."""
-    write_rounded(tiny, tmp_path / "rounded", kind)
+    write_rounded(with_wide_layers(tiny, tmp_path / "wide") if kind == "w4" else tiny, tmp_path / "rounded", kind)
     rounded = open_checkpoint(str(tmp_path / "rounded"))
     assert rounded.weights.quantization is not None
     teacher = load_teacher(rounded, torch.device("cpu"))

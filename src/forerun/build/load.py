@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -265,6 +266,30 @@ def memory_here(model: str, kv_dtype: KvDtype = "auto") -> tuple[int, int | None
     from forerun.models.load.checkpoint import open_checkpoint
 
     return memory_of(open_checkpoint(model), EngineConfig(kv_dtype=kv_dtype))
+
+
+def bytes_packed(model: str) -> tuple[int, int] | None:
+    """Of a GGUF file on a Hopper GPU: with dtype=gguf, and in bfloat16; None where it cannot stay packed."""
+    from forerun.models.config import DecoderConfig, supports
+    from forerun.models.cuda.file_weights import StoredBlocks, is_packed
+    from forerun.models.cuda.network import check_supported
+    from forerun.models.cuda.pool import against_compiled
+    from forerun.models.load.checkpoint import open_checkpoint
+    from forerun.models.load.weights import GgufWeights
+
+    checkpoint = open_checkpoint(model)
+    weights = checkpoint.weights
+    if not (supports(checkpoint.config) and isinstance(weights, GgufWeights) and is_packed(weights)):
+        return None
+    config = DecoderConfig.from_hf(checkpoint.config)
+    try:
+        check_supported(config)
+    except UnsupportedModel:
+        return None
+    if against_compiled(config):
+        return None
+    plain = 2 * sum(math.prod(weights.shape(name)) for name in weights)
+    return StoredBlocks(weights, config, torch.device("cpu")).nbytes(), plain
 
 
 def _engine_config(options: Mapping[str, Any]) -> EngineConfig:

@@ -171,9 +171,14 @@ def _defaults() -> Iterator[Finding]:
 
 def _weights(model: str) -> Finding:
     try:
-        return Finding("weights", import_module("forerun.build.load").explain_weights(model), needed=False)
+        load = import_module("forerun.build.load")
+        held, packed = load.explain_weights(model), load.bytes_packed(model)
     except Exception as error:  # a format that cannot be read, or no such model, is the finding
         return Finding("weights", f"{model}: {error}", ok=False, needed=False)
+    if packed is not None:
+        here, plain = (in_units(size) for size in packed)
+        held += f"; a Hopper GPU would hold {here} of them with --dtype gguf, {plain} in bfloat16"
+    return Finding("weights", held, needed=False)
 
 
 def _cache() -> Finding:

@@ -26,8 +26,9 @@ import typer
 from typer.core import TyperGroup
 
 from forerun.core import registry
+from forerun.core.checks import one_format
 from forerun.core.errors import InvalidInput
-from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.params import Dtype, EngineConfig, SamplingParams, SpeculativeConfig
 
 STDOUT = Path("-")  # of --json: standard output
 
@@ -125,6 +126,7 @@ HELP: Mapping[str, str] = {
     "draft_context": "Tokens of a long context that sparse_kv drafts over.",
     "draft_dtype": "Number format of a head's or draft model's weights; int8, fp8 and w4 need a GPU.",
     "dtype": "Number format of weights and activations.",
+    "quantization": "The same as --dtype, by vLLM's name.",
     "kv_dtype": "Number format of the KV cache: int8, or fp8 (GPU only), takes a quarter to a half of the memory.",
     "device": "auto, cpu, cuda or one of several: cuda:1.",
     "threads": "CPU threads.",
@@ -153,9 +155,11 @@ class Settings:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
         """Settings from flags by name; None and an empty list mean that the flag was not given."""
-        values = {name: value for name, value in given.items() if value is not None and value != []}
+        values = {name: plain(value) for name, value in given.items() if value is not None and value != []}
+        if "quantization" in values:
+            values["dtype"] = one_format(values.get("dtype"), values["quantization"], get_args(Dtype))
         made = {
-            panel: owner(**{f.name: plain(values[f.name]) for f in fields(owner) if f.name in values})
+            panel: owner(**{f.name: values[f.name] for f in fields(owner) if f.name in values})
             for panel, owner in PANELS.items()
             if panel != "Speculation"
         }
@@ -186,6 +190,8 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         for name in (name for name in HELP if name in known):
             default = _default_in_words(known[name])
             flags.append(flag_of(spelt(name), hints[name], HELP[name], default, panel=panel))
+            if name == "dtype":
+                flags.append(flag_of("--quantization", str, HELP["quantization"], None, panel=panel))
     return with_flags(command, flags, Settings.of)
 
 

@@ -9,13 +9,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from forerun.cli.flags import DEFAULT_MODEL, HELP, TraceFile, with_fields
+from forerun.core.checks import one_format
 from forerun.core.errors import InvalidInput
-from forerun.core.params import EngineConfig
+from forerun.core.params import Dtype, EngineConfig
 from forerun.heads import HeadVersions
 from forerun.server.settings import LOG_FORMAT, ClusterSettings, Front, ServerSettings, read_keys
 
@@ -85,6 +86,7 @@ def serve(
     kv_memory: Memory = None,
     kv_dtype: Annotated[str, typer.Option(help=HELP["kv_dtype"])] = "auto",
     dtype: Annotated[str, typer.Option(help="Number format.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help=HELP["quantization"])] = None,
     front: FrontFlag = "process",
     trace: TraceFile = None,
     lora: Lora = None,
@@ -98,6 +100,7 @@ def serve(
     model, keys = _one_of(model, named), (*(api_key or ()), *(read_keys(api_key_file) if api_key_file else ()))
     names = tuple(served_model_name or [model])
     settings = ServerSettings(names, api_keys=keys, adapters=_adapters(lora), **server)
+    dtype = one_format(dtype, quantization, get_args(Dtype))
     engine = {**engine, "dtype": dtype, "kv_memory": kv_memory, "kv_dtype": kv_dtype, "adapter_memory": lora_memory,
               "adapters": dict(settings.adapters) or None}  # fmt: skip
     drafting = {"drafter": drafter, "draft_model": _head_of(settings.heads, draft_model),

@@ -11,7 +11,7 @@ import operator
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -171,6 +171,23 @@ def as_given(cls: type[Given], values: Any, renamed: Mapping[str, str], what: st
                 raise InvalidInput(f"{what} {name!r} was given twice, once as {key!r}; give it once")
             found[name] = value
     return found
+
+
+def one_format(dtype: Any, quantization: Any, known: Sequence[str]) -> Any:
+    """What two names of one setting say, ours and vLLM's; either may be None or auto beside the other."""
+    if quantization is None:
+        return dtype
+    if quantization not in known:
+        raise InvalidInput(
+            f"quantization={shown(quantization)} is no format to load weights in: {', '.join(known)}; leave it out for "
+            "a checkpoint that is quantised already, whose files say how"
+        )
+    if dtype in (None, "auto"):
+        return quantization
+    if quantization not in (dtype, "auto"):
+        said = f"dtype={shown(dtype)} and quantization={shown(quantization)}"
+        raise InvalidInput(f"{said} are two formats for the same weights; give one of them")
+    return dtype
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> str:

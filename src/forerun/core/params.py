@@ -38,6 +38,7 @@ from forerun.core.checks import (
     as_real,
     as_token_ids,
     as_whole,
+    one_format,
     refuse,
     short_repr,
     unknown,
@@ -61,7 +62,7 @@ SPELLINGS = {  # what others call the fields of SamplingParams
 _VLLM_DRAFTING = {"method": "drafter", "model": "draft_model", "num_speculative_tokens": "budget"}
 ENGINE_SPELLINGS = {
     "max_model_len": "max_length", "n_ctx": "max_length", "max_num_seqs": "max_batch", "n_threads": "threads",
-    "torch_dtype": "dtype", "kv_cache_memory_bytes": "kv_memory", "kv_cache_dtype": "kv_dtype",
+    "torch_dtype": "dtype", "quantization": "dtype", "kv_cache_memory_bytes": "kv_memory", "kv_cache_dtype": "kv_dtype",
 }  # fmt: skip
 
 
@@ -248,7 +249,7 @@ class SpeculativeConfig:
 class EngineConfig:
     """Where and how large the engine runs. `from_dict` also takes vLLM's and llama-cpp-python's names."""
 
-    # auto = a GGUF file's own types or float32 on a CPU, bfloat16 on a GPU; gguf = a file's own types on both
+    # auto = what the file has packed, else float32 (CPU) or bfloat16 (GPU); gguf = a GGUF file's own types on both
     dtype: Dtype = "auto"
     device: str = "auto"
     max_batch: int | None = None  # sequences decoded together; None = by device, cores and KV memory
@@ -286,6 +287,9 @@ class EngineConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
         """Build one from a mapping in our names or in others' (`max_model_len`, `n_ctx`, `n_threads`, ...)."""
+        if isinstance(values, Mapping) and values.get("quantization") is not None:
+            values = {**values, "dtype": one_format(values.get("dtype"), values["quantization"], get_args(Dtype))}
+            del values["quantization"]
         return cls(**as_given(cls, values, ENGINE_SPELLINGS, "engine setting"))
 
 

@@ -11,6 +11,7 @@ joined (queries, keys and values are Q4_K and Q6_K in Q4_K_M) takes a format tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -236,16 +237,38 @@ class StoredBlocks:
         }
 
     def head(self) -> GgufNumbers | None:
-        names = ["lm_head.weight"]
-        if self.config.tied:
-            names = [self._parts["data"].prefix + "embed_tokens.weight"]
-        types = self._types(names)
-        name = self.config.file_name(names[0])
+        types = self._types([self._head])
+        name = self.config.file_name(self._head)
         return GgufNumbers(frozenset(types), self._groups(name)) if is_held(types) else None
 
-    def _types(self, names: list[str]) -> set[str]:
+    def nbytes(self) -> int:
+        """Of the whole model in memory: what no format holds is widened to 16 bits, as embeddings and norms are."""
+        bits, prefix = dict.fromkeys(self.weights, 16.0), self._parts["data"].prefix
+        for index in range(self.config.layers):
+            for modules in MODULES.values():
+                names = self._in_file([f"{prefix}layers.{index}.{module}.weight" for module in modules])
+                bits.update(dict.fromkeys(names, self._bits(names)))
+        (head,) = self._in_file([self._head])
+        sizes = {name: math.prod(self.weights.shape(name)) for name in bits}
+        apart = self._bits([head]) * sizes[head] if self.config.tied else 0.0  # a head beside the embedding
+        if not self.config.tied:
+            bits[head] = self._bits([head])
+        return int(sum(bits[name] * size for name, size in sizes.items()) + apart) // 8
+
+    def _bits(self, names: list[str]) -> float:
+        types = {type_of(self.weights, name) for name in names}
+        return max(BITS[name] for name in types) if is_held(types) else 16.0
+
+    @property
+    def _head(self) -> str:
+        return self._parts["data"].prefix + "embed_tokens.weight" if self.config.tied else "lm_head.weight"
+
+    def _in_file(self, names: list[str]) -> list[str]:
         found = (self.config.file_name(name) for name in names)
-        return {type_of(self.weights, name) for name in found if name in self.weights}
+        return [name for name in found if name in self.weights]
+
+    def _types(self, names: list[str]) -> set[str]:
+        return {type_of(self.weights, name) for name in self._in_file(names)}
 
     def _held(self, name: str) -> Grouped | None:
         matrix = len(self.weights.shape(name)) == 2

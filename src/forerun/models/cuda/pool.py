@@ -62,7 +62,6 @@ def has_compiled(
 
     `setting`: what the caller calls the kind.
     """
-    depths = config.width, config.heads * config.head_dim, config.inner
     names = {"int8": ("int8",), "fp8": ("e4m3", "e4m3_weights", "quantise"), "w4": ("int4_128", "int8")}
     names |= {"file": ("quantise", *FILES)}
     reason = ""
@@ -74,15 +73,22 @@ def has_compiled(
         reason = "this installation has no compiled kernels"
     elif rows != torch.bfloat16:
         reason = f"rows are {rows}, not bfloat16".replace("torch.", "")
-    elif config.moe is not None:
-        reason = "the model has experts"
-    elif config.special is not None:
-        reason = f"the model has {config.special}"
-    elif any(depth % 128 for depth in depths):
-        reason = f"widths {', '.join(map(str, depths))} must be multiples of 128"
+    else:
+        reason = against_compiled(config)
     if reason and kind == "w4":
         raise UnsupportedModel(f"weights of four bits cannot be used: {reason}; use {setting}='int8' or 'bfloat16'")
     return not reason
+
+
+def against_compiled(config: DecoderConfig) -> str:
+    """Why no model of this shape has products compiled ahead; empty where it can have them."""
+    depths = config.width, config.heads * config.head_dim, config.inner
+    if config.moe is not None:
+        return "the model has experts"
+    if config.special is not None:
+        return f"the model has {config.special}"
+    odd = any(depth % 128 for depth in depths)
+    return f"widths {', '.join(map(str, depths))} must be multiples of 128" if odd else ""
 
 
 def make_steps(

@@ -62,7 +62,7 @@ LAYOUTS: dict[int, Layout] = {
     35: Layout("TQ2_0", 256, 66),
     39: Layout("MXFP4", 32, 17),
 }
-F32, MXFP4 = 0, 39
+F32, Q4_0, Q5_0, Q8_0, MXFP4 = 0, 2, 6, 8, 39
 
 
 @dataclass(frozen=True, slots=True)

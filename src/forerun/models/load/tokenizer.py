@@ -297,6 +297,11 @@ def _folder_backend(folder: Path) -> tokenizers.Tokenizer:
         except Exception as error:  # tokenizers raises bare Exception
             raise DamagedFile(f"{file} is not a tokenizer ({brief(error)}); fetch it again") from None
     if not any(folder.glob("*.model")) and not (folder / "vocab.json").is_file():
+        if (folder / "tekken.json").is_file():
+            raise UnsupportedModel(
+                f"{folder} has its tokenizer as tekken.json alone, which cannot be read; put the tokenizer.json of the "
+                "model's repository for transformers beside it, or use a GGUF file of the model"
+            )
         raise ModelNotFound(f"{folder} has no tokenizer.json; fetch the model's tokenizer files into it")
     from transformers import AutoTokenizer
 

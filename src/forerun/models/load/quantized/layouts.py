@@ -18,9 +18,12 @@ from torch import Tensor
 
 from forerun.core.errors import DamagedFile, UnsupportedModel
 from forerun.models.load.quantized.scheme import Quantization, Scheme
+from forerun.models.load.quants import Q4_0, Q5_0, Q8_0, Blocks
 from forerun.models.load.weights import SafetensorsWeights, Weights
 
 Shape = tuple[int, ...]
+_BLOCK, _MOST = 32, 8191.0  # columns of a block of GGUF; Q4_0 is read with eight times its scale
+_TYPES = ((Q4_0, -8, 7), (Q5_0, -16, 15), (Q8_0, -128, 127))  # and the whole numbers that they hold
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in its word of each of eight outputs
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _WHOLE = (torch.int32, torch.int64)
@@ -58,6 +61,36 @@ class Numbers:
         size = -(-columns // self.scales.shape[1])
         plain = torch.arange(columns, device=self.groups.device) // size
         return size if torch.equal(self.groups, plain) else None
+
+    def blocks(self) -> Blocks | None:
+        """The same numbers in a GGUF type; None where no type holds them, 32 columns to a scale of 16 bits."""
+        rows, columns = self.data.shape
+        if self.data.dtype == torch.float8_e4m3fn or columns % _BLOCK:
+            return None
+        whole, scales = self.data.to(torch.int16), self.scales
+        if self.zeros is not None:
+            whole -= self._by_column(self.zeros).to(torch.int16)
+        if self.groups is not None and scales.shape[1] > 1:
+            groups = self.groups.view(-1, _BLOCK)
+            if not bool((groups == groups[:, :1]).all()):  # act-order: neighbours have scales of their own
+                return None
+            scales = scales[:, groups[:, 0]]
+        halves = scales.clamp(-_MOST, _MOST).half()
+        least, most = map(int, whole.aminmax())
+        kind = next((kind for kind, low, high in _TYPES if low <= least and most <= high), None)
+        if kind is None or not torch.equal(halves.float(), scales):
+            return None
+        parts = [halves.expand(rows, columns // _BLOCK).contiguous()[..., None].view(torch.uint8)]
+        values = whole.view(rows, -1, _BLOCK)
+        if kind == Q8_0:
+            parts.append(values.to(torch.int8).view(torch.uint8))
+        else:
+            values = (values + (8 if kind == Q4_0 else 16)).to(torch.uint8)
+            if kind == Q5_0:
+                fifth = (values >> 4).view(rows, -1, 4, 8) << torch.arange(8, dtype=torch.uint8)
+                parts.append(fifth.sum(3, dtype=torch.uint8))
+            parts.append((values[..., :16] & 15) | values[..., 16:] << 4)
+        return Blocks(kind, (rows, columns), torch.cat(parts, 2).flatten())
 
     def _by_column(self, table: Tensor) -> Tensor:
         return table.float() if self.groups is None or table.shape[1] == 1 else table.float()[:, self.groups]
@@ -281,6 +314,7 @@ _OTHERS = {  # parts of quantised weights, and scales of rows and of the KV cach
     "scales", "qzeros", "g_idx", *_SCALES, "weight_zero_point", "weight_shape", "weight_g_idx",
     "input_scale", "input_zero_point", "output_scale", "output_zero_point", "q_scale", "k_scale", "v_scale",
 }  # fmt: skip
+_TABLES = ("embed_tokens.weight", "lm_head.weight")
 _QUANTISED_TYPES = ("I8", "U8", "F8_E4M3", "F8_E5M2")
 _FUSED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # biases that are read together
 
@@ -291,6 +325,7 @@ class QuantizedWeights(Weights):
     def __init__(self, files: SafetensorsWeights, quantization: Quantization) -> None:
         self.files, self.quantization = files, quantization
         self.device: torch.device | str = "cpu"
+        self._told = False  # that some weights cannot be packed?
         self.names = self._schemes = self._find()
         if quantization.unused:
             log.warning("%s: %s are ignored: activations stay in 16 or 32 bits", files.folder, quantization.unused)
@@ -311,6 +346,33 @@ class QuantizedWeights(Weights):
     def scheme(self, name: str) -> Scheme | None:
         """How a weight is stored; None = as it is."""
         return self._schemes[name]
+
+    def blocks(self, name: str) -> Blocks | None:
+        """In the GGUF type that holds its very numbers; None where the checkpoint's format is of no such type."""
+        if not self._may_be_packed(name):
+            return None
+        found = self.numbers(name).blocks()
+        if found is None and not self._told:
+            self._told = True
+            log.warning("%s: weights such as %s have numbers that no kernel holds: float32", self.files.folder, name)
+        return found
+
+    def packed_kinds(self) -> set[int]:
+        return {
+            Q4_0 if scheme is not None and scheme.bits == 4 else Q8_0
+            for name, scheme in self._schemes.items()
+            if self._may_be_packed(name)
+        }
+
+    def _may_be_packed(self, name: str) -> bool:
+        """As far as headers say. What tokens are looked up in, and the head, have no blocks here."""
+        scheme, stem = self._schemes[name], name.removesuffix(".weight")
+        if scheme is None or scheme.floats or scheme.act_order or name.endswith(_TABLES):
+            return False
+        if (scheme.bits == 8 and scheme.zeros) or scheme.block[1] % _BLOCK or self.shape(name)[1] % _BLOCK:
+            return False
+        scales = f"{stem}.scales" if scheme.layout in ("awq", "gptq") else f"{stem}.weight_scale"
+        return self.files.kind(scales) in ("F16", "BF16")
 
     def numbers(self, name: str) -> Numbers:
         """A quantised weight as the files have it."""
