@@ -140,8 +140,8 @@ def _address(log: Path, server: subprocess.Popen[bytes]) -> str:
     """Where it says that it serves."""
     for _ in range(1200):
         said = log.read_text()
-        if " at http" in said:
-            return said.partition(" at ")[2].split()[0]
+        if found := re.search(r" at (http\S+)\s", said):  # other lines say "at most"
+            return found[1]
         assert server.poll() is None, said
         time.sleep(0.1)
     raise AssertionError(log.read_text())
