@@ -187,7 +187,7 @@ def test_help_shows_no_type_behind_flags_that_take_no_value(forerun: Run, words:
 
 def test_flags_are_fields_and_leave_defaults_alone() -> None:
     known = {field.name for owner in PANELS.values() for field in fields(owner)}
-    assert set(HELP) - known == {"model"}
+    assert set(HELP) - known == {"model", "quantization"}  # that says the same as dtype
     nothing: dict[str, object] = dict.fromkeys(HELP) | {"stop": []}
     defaults = Settings("smollm2", SamplingParams(), SpeculativeConfig(), EngineConfig())
     assert Settings.of(nothing) == defaults

@@ -26,8 +26,8 @@ PLAN = ("plan", "--rate", "1", "--prompt", "5", "--answer", "5")
 @pytest.fixture
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models need not be there, and no command gets as far as measuring."""
-    for name in ("model", "draft_model"):
-        monkeypatch.setitem(loading._CHECKS, name, lambda name: None)
+    for check in ("check_model", "check_draft_model"):
+        monkeypatch.setattr(loading, check, lambda *given: None)
     for module, work in (
         ("measure.bench.run", "run"),
         ("measure.advise.answer", "run_advisor"),
