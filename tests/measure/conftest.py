@@ -13,6 +13,7 @@ import torch
 from forerun.api.llm import LLM
 from forerun.build.engine import make_engine
 from forerun.core.params import EngineConfig, SpeculativeConfig
+from forerun.models.load import catalog
 from forerun.models.load import checkpoint as loading
 from forerun.testing import TableLM
 
@@ -105,6 +106,7 @@ def tiny_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     opened = SimpleNamespace(name="tiny", path=file, config=CONFIG, weights=random_weights(), tokenizer=Letters)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(loading, "open_checkpoint", lambda name: opened)
+    monkeypatch.setattr(catalog, "find_draft_model", lambda name: file)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
