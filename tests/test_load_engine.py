@@ -20,7 +20,7 @@ from forerun.build.load import collect_garbage, drafting_of
 from forerun.cli.app import main, make_app
 from forerun.cli.flags import in_flags, spelt
 from forerun.core import registry
-from forerun.core.errors import ForerunError, InvalidInput
+from forerun.core.errors import ForerunError, InvalidInput, VocabularyMismatch
 from forerun.core.params import Dtype, EngineConfig, KvDtype
 from forerun.heads import BOX
 from forerun.models.load.checkpoint import open_checkpoint
@@ -149,6 +149,7 @@ def test_what_cannot_work_is_refused_before_weights_are_read(
     said = str(library.value)
     assert str(server.value) == said
     assert words in said
+    assert isinstance(library.value, VocabularyMismatch) == (words == _MORE)
     assert "\n" not in said
     assert not [record for record in caplog.records if "was trained for" in record.getMessage()]
     flags = [word for key, value in given.items() for word in (spelt(key), value)]
@@ -248,3 +249,17 @@ def test_what_a_model_takes_is_known_before_it_is_loaded(smollm2_path: str, dtyp
 def test_a_kv_cache_that_cannot_be_had_is_refused_before_it_is_counted(smollm2_path: str) -> None:
     with pytest.raises(InvalidInput, match="needs a GPU"):
         memory_of(open_checkpoint(smollm2_path), EngineConfig(kv_dtype="fp8", device="cpu"))
+
+
+def test_kinds_of_kv_that_a_model_cannot_have_are_not_offered(
+    smollm2_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, config = open_checkpoint(smollm2_path), EngineConfig(device="cpu")
+    assert {*memory_of(checkpoint, config)[2]} == {"auto", "int8"}
+
+    def refused(checkpoint: object, config: EngineConfig, device: object) -> None:
+        if config.kv_dtype != "auto":
+            raise InvalidInput("not by this model's layers")
+
+    monkeypatch.setattr("forerun.build.engine._refuse_kv_dtype", refused)
+    assert {*memory_of(checkpoint, config)[2]} == {"auto"}

@@ -77,7 +77,7 @@ def test_vllm_habits() -> None:
         ({"dtype": "int8", "quantization": None}, "int8"),
         ({"dtype": "int8", "quantization": "auto"}, "int8"),
         ({"dtype": "bfloat16", "quantization": "fp8"}, "two formats for the same weights; give one of them"),
-        ({"torch_dtype": "int8", "quantization": "int8"}, "'dtype' was given twice"),
+        ({"torch_dtype": "auto", "quantization": "int8"}, "int8"),
         ({"quantization": "gptq"}, "quantization='gptq' is no format to load weights in: auto, .*; leave it out"),
     ],
     ids=str,

@@ -154,6 +154,9 @@ def test_doctor_says_how_many_tokens_and_sequences_fit(smollm2_path: str) -> Non
     each, tokens, short, long = (int(figure.replace(",", "")) for figure in first[1:])
     assert each == 2 * 30 * 3 * (64 + 4)  # keys and values of 30 layers and 3 heads, with their scales
     assert 0.9 * tokens <= short * 2000 <= tokens
+    assert "32,000" not in found.found, "the model reads 8,192 tokens"
+    told_once = [finding for finding in doctor.examine("auto", smollm2_path) if finding.about == "KV tokens"]
+    assert not told_once, "the named model's own line is all there is"
     assert 3 <= short / max(1, long) <= 6
     assert not doctor._room("no-such-model", "auto").ok
     assert "needs a GPU" in doctor._room(smollm2_path, "fp8").found

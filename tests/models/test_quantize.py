@@ -347,9 +347,9 @@ CHATS = [
 ]
 
 
-def with_template(folder: Path) -> None:
+def with_template(folder: Path, template: str = TEMPLATE) -> None:
     path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
 
 
 def test_prompts_are_read_as_users_send_them(
@@ -382,7 +382,8 @@ def test_prompts_are_read_as_users_send_them(
 def test_mistakes_on_the_command_line_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = plain(tmp_path / "plain")
+    folder, refusing = plain(tmp_path / "plain"), plain(tmp_path / "refusing")
+    with_template(refusing, "{{ raise_exception('no prompts of yours') }}")
     for words, said in (
         ([folder, folder, "--to", "w4"], "is not an empty folder"),
         ([folder, tmp_path / "out", "--to", "int3"], "int3"),
@@ -390,6 +391,7 @@ def test_mistakes_on_the_command_line_are_one_line(
         (["nosuch", tmp_path / "out", "--to", "w4"], "nosuch"),
         ([folder, tmp_path / "out", "--to", "w4", "--prompts", tmp_path / "absent"], "no prompts at"),
         ([folder, folder / "config.json" / "out", "--to", "w4"], "is a file"),
+        ([refusing, tmp_path / "out", "--to", "w4", "--prompts", prompts_file(tmp_path)], "no prompts of yours"),
     ):
         assert command(monkeypatch, *words) == 2
         printed = capsys.readouterr().err

@@ -201,7 +201,7 @@ def test_every_number_and_scale_at_the_edge_is_held_or_refused() -> None:
         assert (None if blocks is None else LAYOUTS[blocks.kind].name) == kind
         if blocks is not None:
             assert torch.equal(dequantize(blocks), numbers.widened())
-    for wrong in (2.0**-25, 65504.0, 1.0 + 2.0**-11):
+    for wrong in (2.0**-25, 8192.0, 65504.0, 1.0 + 2.0**-11):
         assert Numbers(data % 16, torch.full((3, 1), wrong), torch.full((1, 1), 8), None).blocks() is None
     groups = torch.arange(256) // 32
     by_group = Numbers(data % 16, torch.rand(3, 8).half().float(), torch.full((1, 1), 8), groups)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache, partial
 from os.path import expanduser
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -24,8 +24,8 @@ from forerun.control.base import Controller, ControllerClass, ControlParts
 from forerun.control.cost import CostModel
 from forerun.core import registry
 from forerun.core.checks import as_memory
-from forerun.core.errors import InvalidInput, UnknownName, UnsupportedModel
-from forerun.core.params import EngineConfig, SpeculativeConfig
+from forerun.core.errors import ForerunError, InvalidInput, UnknownName, UnsupportedModel, VocabularyMismatch
+from forerun.core.params import EngineConfig, KvDtype, SpeculativeConfig
 from forerun.core.registry import DrafterSpec
 from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
 from forerun.drafters.compose import HybridDrafter
@@ -261,12 +261,13 @@ def refuse_unfit_head(speculative: SpeculativeConfig, checkpoint: Checkpoint) ->
         return
     width, vocab_size = _sizes_in(checkpoint.config)
     known, exactly, wrong = head.vocab_size, registry.drafters.running(head.kind)[0].reads_source, ""
+    kind: type[InvalidInput] = InvalidInput
     if isinstance(head.width, int) and width not in (None, head.width):
         wrong = f"is {head.width} wide and {checkpoint.name} {width}"
     elif isinstance(known, int) and vocab_size is not None and (known != vocab_size if exactly else known > vocab_size):
-        wrong = f"knows {known} tokens and {checkpoint.name} {vocab_size}"
+        wrong, kind = f"knows {known} tokens and {checkpoint.name} {vocab_size}", VocabularyMismatch
     if wrong:
-        raise InvalidInput(
+        raise kind(
             f"the head {head.path.name} {wrong}: it was trained for {head.target or 'another model'}; "
             "train one with `forerun train`, give its folder as draft_model=FOLDER, or use drafter='ngram'"
         )
@@ -431,7 +432,7 @@ def memory_of(checkpoint: Checkpoint, config: EngineConfig) -> tuple[int, int | 
     from forerun.models.native.target import choose_mode, usual_kv_dtype
 
     if not supports(checkpoint.config):
-        raise UnsupportedModel(f"{checkpoint.name} runs in transformers, which does not say before what it takes")
+        raise UnsupportedModel(f"{checkpoint.name} is of no decoder family of ours: loading it shows what it takes")
     device, family = torch.device(_device(config.device)), DecoderConfig.from_hf(checkpoint.config)
     _refuse_kv_dtype(checkpoint, config, device)
     mode = choose_mode(family, checkpoint.weights, config.dtype) if device.type == "cpu" else None
@@ -442,7 +443,11 @@ def memory_of(checkpoint: Checkpoint, config: EngineConfig) -> tuple[int, int | 
         usual = torch.bfloat16 if packed else _dtype(config.dtype, device)
     held = mode or (config.dtype if config.dtype in _SIZES else str(usual).removeprefix("torch."))
     weights = _file_bytes(checkpoint.path) if packed else int(_SIZES[held] * _numbers(checkpoint, family))
-    kinds = {"auto": usual, **{name: kind for name, kind in KV_DTYPES.items() if reason_against(name, device) is None}}
+    kinds = {"auto": usual}
+    for name, kind in KV_DTYPES.items():
+        with suppress(ForerunError):
+            _refuse_kv_dtype(checkpoint, replace(config, kv_dtype=cast(KvDtype, name)), device)
+            kinds[name] = kind
     share = as_memory("kv_memory", config.kv_memory)
     room = allowed_bytes(share, device)
     if room is not None and device.type == "cuda" and not isinstance(share, int):  # a share of what weights leave

@@ -268,6 +268,14 @@ def memory_here(model: str, kv_dtype: KvDtype = "auto") -> tuple[int, int | None
     return memory_of(open_checkpoint(model), EngineConfig(kv_dtype=kv_dtype))
 
 
+def longest_here(model: str) -> int:
+    """Tokens of a sequence at most, as the checkpoint says."""
+    from forerun.models.config import DecoderConfig
+    from forerun.models.load.checkpoint import open_checkpoint
+
+    return DecoderConfig.from_hf(open_checkpoint(model).config).max_length
+
+
 def bytes_packed(model: str) -> tuple[int, int] | None:
     """Of a GGUF file on a Hopper GPU: with dtype=gguf, and in bfloat16; None where it cannot stay packed."""
     from forerun.models.config import DecoderConfig, supports

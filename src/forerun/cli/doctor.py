@@ -63,7 +63,7 @@ def doctor(
     """Show what this machine has and what is missing; exit code 0 if generating would work."""
     with Console(stderr=True).status("looking at this machine"):  # the default model is loaded: seconds
         kept = as_name("--kv-dtype", kv_dtype, get_args(KvDtype))
-        findings = [*examine(kept), *([] if model is None else [_weights(model), _room(model, kept)])]
+        findings = [*examine(kept, model), *([] if model is None else [_weights(model), _room(model, kept)])]
     ready = all(finding.ok for finding in findings if finding.needed)
     document = {"ready": ready, "findings": [asdict(finding) for finding in findings]}
     if not write_document(json_file, document):
@@ -71,7 +71,8 @@ def doctor(
     raise typer.Exit(0 if ready else 1)
 
 
-def examine(kv_dtype: str = "auto") -> Iterator[Finding]:
+def examine(kv_dtype: str = "auto", named: str | None = None) -> Iterator[Finding]:
+    """All but what is said of a model that was named."""
     yield Finding("forerun", __version__)
     yield Finding("machine", f"{_cpu()}, {_cores()} cores, {in_units(_memory())} memory, {platform.platform()}")
     yield Finding("python", platform.python_version())
@@ -87,7 +88,7 @@ def examine(kv_dtype: str = "auto") -> Iterator[Finding]:
         yield from _defaults()
     yield _cache()
     yield _kv_cache()
-    if model.ok:
+    if model.ok and named is None:
         yield _room(DEFAULT_MODEL, kv_dtype)
     yield _compiler()
     yield _kernels()
@@ -203,10 +204,13 @@ def _kv_cache() -> Finding:
 def _room(model: str, kv_dtype: str) -> Finding:
     """How many tokens and sequences of this model the KV cache holds."""
     try:
-        weights, room, token_bytes = import_module("forerun.build.load").memory_here(model, kv_dtype)
+        loading = import_module("forerun.build.load")
+        weights, room, token_bytes = loading.memory_here(model, kv_dtype)
+        longest = loading.longest_here(model)
     except Exception as error:  # what cannot be read, or has no such KV cache, is the finding
         return Finding("KV tokens", f"{model}: {error}", ok=False, needed=False)
-    told = Memory(weights, room, token_bytes, kv_dtype).told(LENGTHS)
+    lengths = [length for length in LENGTHS if length <= longest] or [longest]
+    told = Memory(weights, room, token_bytes, kv_dtype).told(lengths)
     return Finding("KV tokens", f"{model}: {'; '.join(told)}", needed=False)
 
 

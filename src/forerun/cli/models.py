@@ -165,9 +165,17 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 def _texts(prompts: Path | None, model: str) -> list[Source]:
     """What the quality is measured on; a file that cannot be read is reported before anything is written."""
+    from forerun.measure.bench.suites import prompt_ids
     from forerun.measure.quality import read_conversations, read_text
+    from forerun.models.load.checkpoint import open_checkpoint
 
-    return [read_text()] if prompts is None else read_conversations(prompts, model)
+    if prompts is None:
+        return [read_text()]
+    found, tokenizer = read_conversations(prompts, model), open_checkpoint(model).tokenizer()
+    for conversation in found:
+        if not isinstance(conversation, str):
+            prompt_ids(tokenizer, conversation)  # templates refuse some
+    return found
 
 
 def _input_sizes(model: str, to: Format, prompts: Path) -> Mapping[str, Any]:

@@ -48,7 +48,7 @@ NODES_OF_ONE, MOST_OF_ONE = 32, 64
 REPEATS, REPEATS_AT_LOAD = 3, 2  # times that every size is timed, the first not counted: noise only adds
 RUN_PASSES, RUN_ROWS = 3, 8  # passes of a run on a CPU, at least, and of how many rows at most; others come alone
 RUN_SECONDS, LONGEST_RUN = 0.05, 12  # a run goes on for so long: passes of a small model settle after ten
-METHOD = 4  # of measuring: curves kept by others are measured again
+METHOD = 5  # of measuring: curves kept by others are measured again
 CONTEXT = 128  # tokens cached while measuring: of a short prompt, and quick to prefill
 LEAST_CONTEXT = 512  # tokens beyond these that are priced: fewer are in what rounds correct
 # tokens more, behind which passes are timed again, until they take so much longer; and how often, the first not counted

@@ -249,7 +249,8 @@ class SpeculativeConfig:
 class EngineConfig:
     """Where and how large the engine runs. `from_dict` also takes vLLM's and llama-cpp-python's names."""
 
-    # auto = what the file has packed, else float32 (CPU) or bfloat16 (GPU); gguf = a GGUF file's own types on both
+    # auto = what the file has packed (of a GGUF file on a CPU alone), else float32 (CPU) or bfloat16 (GPU);
+    # gguf = a GGUF file's own types on both
     dtype: Dtype = "auto"
     device: str = "auto"
     max_batch: int | None = None  # sequences decoded together; None = by device, cores and KV memory
@@ -288,8 +289,11 @@ class EngineConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
         """Build one from a mapping in our names or in others' (`max_model_len`, `n_ctx`, `n_threads`, ...)."""
         if isinstance(values, Mapping) and values.get("quantization") is not None:
-            values = {**values, "dtype": one_format(values.get("dtype"), values["quantization"], get_args(Dtype))}
-            del values["quantization"]
+            left = {**values}
+            given = [left.pop(name) for name in ("dtype", "torch_dtype") if name in left]
+            if len(given) < 2:  # else told below
+                left["dtype"] = one_format(next(iter(given), None), left.pop("quantization"), get_args(Dtype))
+                values = left
         return cls(**as_given(cls, values, ENGINE_SPELLINGS, "engine setting"))
 
 

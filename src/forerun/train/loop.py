@@ -336,9 +336,9 @@ class Trainer:
             found = walk(self.recipe, (texts.at(i) for i in range(len(texts))), self.device)
         if found is None or not found[1]:
             return None
-        mean = torch.tensor(found[0] / found[1], device=self.device, dtype=torch.float64)
+        mean = found[0] / found[1]
         if self.accelerator is not None:  # all must stop at the same step
-            mean = self.accelerator.reduce(mean, "mean")
+            mean = self.accelerator.reduce(torch.tensor(mean, device=self.device, dtype=torch.float64), "mean")
         return float(mean)
 
     def measure(self) -> Measured:

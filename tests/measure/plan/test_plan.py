@@ -268,6 +268,16 @@ def test_files_that_are_none(tmp_path: Path, text: str) -> None:
         read_profile(tmp_path / "x.json")
 
 
+@pytest.mark.parametrize("wrong", [{"room": "x"}, {"room": -5}, {"token_bytes": {}}, {"token_bytes": {"auto": 0}}])
+def test_a_memory_that_cannot_be_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    whole = json.loads(replace(FLAT, memory=MEMORY).to_json())
+    (tmp_path / "x.json").write_text(json.dumps(whole))
+    assert read_profile(tmp_path / "x.json").memory == MEMORY
+    (tmp_path / "x.json").write_text(json.dumps({**whole, "memory": {**whole["memory"], **wrong}}))
+    with pytest.raises(InvalidInput, match="whole numbers of bytes"):
+        read_profile(tmp_path / "x.json")
+
+
 def test_a_sweep_that_does_not_say_its_prompts_is_refused(tmp_path: Path) -> None:
     row = sweep_row()
     del row["prompt_tokens"]

@@ -185,10 +185,19 @@ def _of_profile(found: Mapping[str, Any]) -> Profile:
     if not all(point.decode_seconds > 0 and point.tokens_per_round >= 1 for point in points):
         raise InvalidInput("a profile has times above 0 and at least one token per round")
     memory = found.get("memory")
+    if memory is not None and not _is_sound(memory := Memory(**memory)):
+        raise InvalidInput("a profile's memory has whole numbers of bytes, and its kv_dtype among token_bytes")
     return Profile(
         str(found["machine"]), str(found["model"]), str(found["source"]), points, float(found["context_seconds"]),
-        float(found.get("prompt_square_seconds", 0.0)), None if memory is None else Memory(**memory),
+        float(found.get("prompt_square_seconds", 0.0)), memory,
     )  # fmt: skip
+
+
+def _is_sound(memory: Memory) -> bool:
+    sizes = [memory.weights, *([] if memory.room is None else [memory.room])]
+    each = [*memory.token_bytes.values()]
+    whole = all(type(size) is int for size in (*sizes, *each))
+    return whole and min(sizes) >= 0 and min(each, default=0) >= 1 and memory.kv_dtype in memory.token_bytes
 
 
 def _sweeps(found: Any) -> Iterator[list[dict[str, Any]]]:

@@ -22,7 +22,7 @@ from forerun.models.load.quants import Q4_0, Q5_0, Q8_0, Blocks
 from forerun.models.load.weights import SafetensorsWeights, Weights
 
 Shape = tuple[int, ...]
-_BLOCK, _MOST = 32, 8191.0  # columns of a block of GGUF; Q4_0 is read with eight times its scale
+_BLOCK, _MOST = 32, 8188.0  # columns of a block of GGUF; Q4_0 is read with eight times its scale
 _TYPES = ((Q4_0, -8, 7), (Q5_0, -16, 15), (Q8_0, -128, 127))  # and the whole numbers that they hold
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in its word of each of eight outputs
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
